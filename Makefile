@@ -1,0 +1,62 @@
+# Two commands: `make lab` to learn, `make test` to check. Both set up .venv when it is missing.
+PYTHON  ?= python3
+VENV    ?= .venv
+# Passed to pip at set-up, for example PIP_ARGS="--index-url ..." for a mirror or a CPU build of torch.
+PIP_ARGS ?=
+# Passed to JupyterLab, for example LAB_ARGS="--no-browser --port 8890".
+LAB_ARGS ?=
+BIN     := $(VENV)/bin
+READY   := $(VENV)/.ready
+LESSONS := $(sort $(wildcard lessons/[0-9]*.py))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup lab lessons test check format lint types notebooks bench pins readme clean
+
+help:  ## list the commands
+	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
+	  f"safetrain needs Python 3.11 or newer; $(PYTHON) is {v[0]}.{v[1]}. Name another: make setup PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+setup: $(READY)  ## create .venv with the pinned packages
+
+lab: $(READY)  ## open the lessons in JupyterLab
+	$(BIN)/jupyter lab lessons/00_start_here.ipynb $(LAB_ARGS)
+
+lessons: $(READY)  ## run every lesson headless
+	@set -e; for lesson in $(LESSONS); do echo "== $$lesson"; $(BIN)/python $$lesson; done
+
+test: $(READY)  ## unit tests, doctests and every notebook
+	$(BIN)/python -m pytest -q --nbval --nbval-current-env --nbval-cell-timeout=120 --nbval-sanitize-with tests/nbval_sanitize.cfg $(PYTEST_ARGS)
+
+check: lint types test  ## what must be green before a commit
+
+format: $(READY)  ## format the code
+	$(BIN)/ruff format -q . && $(BIN)/ruff check -q --fix .
+
+lint: $(READY)  ## format check, lint, import contract
+	$(BIN)/ruff format --check -q .
+	$(BIN)/ruff check -q .
+	$(BIN)/lint-imports --no-cache --no-timings > /dev/null || $(BIN)/lint-imports --no-cache
+
+types: $(READY)  ## type check
+	$(BIN)/mypy --no-error-summary
+
+notebooks: $(READY)  ## rebuild the notebooks from the scripts and run them
+	$(BIN)/python tests/lessons/build_notebooks.py $(LESSONS)
+
+bench: $(READY)  ## the measured claims
+	$(BIN)/python -m pytest -q -s tests/benchmarks $(PYTEST_ARGS)
+
+pins: $(READY)  ## rewrite constraints.txt from what is installed
+	$(BIN)/python tests/update_pins.py
+
+readme: $(READY)  ## rewrite the generated parts of the README
+	$(BIN)/python tests/update_readme.py
+
+clean:  ## remove the environment and what runs left
+	rm -rf $(VENV) runs lessons/runs *.egg-info

@@ -1,0 +1,62 @@
+"""safetrain_core: guards for a PyTorch training loop, small enough to read.
+
+Importing this package imports nothing else, torch included: a name is loaded when it is first asked for.
+
+>>> import safetrain_core
+>>> safetrain_core.DEFAULT_MAX_NORM
+1.0
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import TrainConfig
+    from .corpus import Corpus
+    from .errors import CheckpointError, SafeTrainError, ThermalAbort, TrainingFailed
+    from .minigpt import MiniGPT, MiniGPTConfig, next_token_loss
+    from .records import SKIP_REASONS, SkipLog, StepLog, TrainState, rolling_skip_rate
+    from .step.amp import AmpTrainState
+    from .step.gradients import DEFAULT_MAX_NORM, clip_global_l2_norm, has_non_finite_grad
+    from .train.trainer import FitResult, SafeTrainer
+
+#: Public name -> the module it lives in; a test compares it with the imports above.
+_HOME = {
+    "AmpTrainState": "step.amp",
+    "CheckpointError": "errors",
+    "Corpus": "corpus",
+    "DEFAULT_MAX_NORM": "step.gradients",
+    "FitResult": "train.trainer",
+    "MiniGPT": "minigpt",
+    "MiniGPTConfig": "minigpt",
+    "SKIP_REASONS": "records",
+    "SafeTrainError": "errors",
+    "SafeTrainer": "train.trainer",
+    "SkipLog": "records",
+    "StepLog": "records",
+    "ThermalAbort": "errors",
+    "TrainConfig": "config",
+    "TrainState": "records",
+    "TrainingFailed": "errors",
+    "clip_global_l2_norm": "step.gradients",
+    "has_non_finite_grad": "step.gradients",
+    "next_token_loss": "minigpt",
+    "rolling_skip_rate": "records",
+}
+
+__all__ = sorted(_HOME)
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,6 @@
+"""``python -m safetrain_core`` is the command ``safetrain``."""
+
+from .cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,267 @@
+"""The command line: flags and a YAML file become a config, a config becomes a run.
+
+Exit statuses: 0 done; 1 TrainingFailed or an error of the machine; 2 the user's mistake; 130 and 143 interrupted.
+torch is imported only once the arguments are found to be right, so that help and mistakes are answered at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from .config import TrainConfig
+    from .records import StepLog
+    from .train.trainer import FitResult
+
+__all__ = ["main"]
+
+#: What a run leaves in its folder. A folder that has one of these holds a run.
+RUN_FILES = ("config.yaml", "metrics.csv")
+
+EXIT_MISTAKE = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """One line for a mistake, without the usage of fifty flags."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_MISTAKE, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def _parser() -> tuple[_Parser, _Parser]:
+    from . import __version__
+
+    parser = _Parser(prog="safetrain", description="Train safely, and find out what went wrong.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"safetrain {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="train", required=True, parser_class=_Parser)
+    train = verbs.add_parser(
+        "train",
+        help="train a small GPT on text",
+        description="Train a small GPT on text, one guarded step after the other. Prints a row per step, writes "
+        "metrics.csv, ends with a summary. Ctrl-C ends the run after the present step; twice, at once.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    run = train.add_argument_group("the run")
+    run.add_argument(
+        "--out", type=Path, default=Path("runs/train"), metavar="DIR", help="folder for what the run leaves"
+    )
+    run.add_argument("--overwrite", action="store_true", help="replace the run that --out holds")
+    run.add_argument(
+        "--corpus",
+        nargs="+",
+        metavar="FILE",
+        help="UTF-8 text to train on, instead of the standard library's sources",
+    )
+    run.add_argument("--config", type=Path, metavar="FILE", help="YAML file with config fields; flags win over it")
+    run.add_argument("--print-config", action="store_true", help="print the config as YAML and stop")
+    run.add_argument("--device", default="cpu", help="where to train: cpu, cuda, cuda:1, ...")
+    size = train.add_argument_group("the model")
+    for flag, default, about in (
+        ("context", 64, "longest sequence, in characters"),
+        ("layers", 2, "transformer blocks"),
+        ("heads", 4, "attention heads per block"),
+        ("width", 64, "model width, a multiple of the heads"),
+    ):
+        size.add_argument(f"--{flag}", type=int, default=default, metavar="N", help=about)
+    size.add_argument("--dropout", type=float, default=0.0, metavar="P", help="dropout probability")
+    size.add_argument("--tied", action=argparse.BooleanOptionalAction, default=True, help="head shares the embedding")
+    _add_config_flags(train)
+    return parser, train
+
+
+def _add_config_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for each field of TrainConfig. Its text is judged by the config itself, so there is one judge."""
+    from .config import TrainConfig, allowed, field_kind, shown
+
+    group = parser.add_argument_group("the config (also keys of the YAML file, with _ for -)")
+    for name, info in TrainConfig.model_fields.items():
+        flags = [f"--{name.replace('_', '-')}"] + (["--steps"] if name == "max_steps" else [])
+        about = f"{info.description} ({shown(info.default)})".replace("%", "%%")
+        if field_kind(name)[0] is bool:
+            group.add_argument(
+                *flags,
+                dest=name,
+                action=argparse.BooleanOptionalAction,
+                default=argparse.SUPPRESS,
+                help=about,
+            )
+        else:
+            words = allowed(name).replace("%", "%%")
+            group.add_argument(*flags, dest=name, default=argparse.SUPPRESS, metavar="X", help=f"{about}; {words}")
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser, train = _parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        known = [option for action in train._actions for option in action.option_strings]
+        near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
+        train.error(f"unknown argument {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
+    return args
+
+
+def _config(args: argparse.Namespace) -> TrainConfig:
+    """Defaults, then the YAML file, then the flags."""
+    from .config import TrainConfig, field_kind, load_yaml
+
+    values = load_yaml(args.config) if args.config is not None else {}
+    for name, text in vars(args).items():
+        if name not in TrainConfig.model_fields:
+            continue
+        values[name] = text
+        kind = field_kind(name)[0]
+        if kind in (int, float):
+            with contextlib.suppress(ValueError):  # the config tells what is wrong with a text that is no number
+                values[name] = kind(text)
+    return TrainConfig(**values)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command ``safetrain``; returns the exit status.
+
+    >>> main(["train", "--batch-size", "0", "--print-config"])
+    2
+    """
+    try:
+        args = _parse(sys.argv[1:] if argv is None else argv)
+        return _train(args)
+    except ValueError as error:
+        for line in str(error).splitlines():
+            print(f"safetrain: {line}", file=sys.stderr)
+        return EXIT_MISTAKE
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Who read our output has gone (`| head`): nobody to tell. Keeps Python from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"safetrain: {error.strerror}: {error.filename or 'while writing the run'}", file=sys.stderr)
+        return 1
+
+
+def _train(args: argparse.Namespace) -> int:
+    import yaml
+
+    config = _config(args)
+    if args.print_config:
+        print(yaml.safe_dump(config.model_dump(), sort_keys=False), end="")
+        return 0
+    _claim_folder(args.out, args.overwrite)
+    if config.csv_log_path is None:
+        config = config.model_copy(update={"csv_log_path": str(args.out / "metrics.csv")})
+    with _plain_warnings():
+        status, result = _fit(args, config, yaml.safe_dump(config.model_dump(), sort_keys=False))
+    _print_summary(args.out, config, result)
+    return status
+
+
+def _claim_folder(out: Path, overwrite: bool) -> None:
+    """Make ``out``, or refuse: it holds a run already, or cannot be written."""
+    held = [name for name in RUN_FILES if (out / name).exists()]
+    if held and not overwrite:
+        raise ValueError(f"--out {out} holds a run already ({held[0]}); add --overwrite to replace it, or name another")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / f".safetrain-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be written: {error.strerror}; name another folder") from error
+
+
+def _fit(args: argparse.Namespace, config: TrainConfig, as_yaml: str) -> tuple[int, FitResult]:
+    """Build corpus, model and trainer, and run. The old run in the folder goes only when all of that stands."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    from .corpus import Corpus
+    from .errors import TrainingFailed
+    from .minigpt import MiniGPT, MiniGPTConfig, next_token_loss
+    from .train.trainer import SafeTrainer
+
+    try:
+        device = torch.empty(0, device=args.device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            f"--device {args.device} is not available: {str(error).splitlines()[0]}; use --device cpu"
+        ) from error
+    size = MiniGPTConfig(1, args.context, args.layers, args.heads, args.width, args.dropout, args.tied)
+    corpus = Corpus.from_files(args.corpus, size.context)
+    torch.manual_seed(config.seed)
+    model = MiniGPT(dataclasses.replace(size, vocab_size=len(corpus.vocab))).to(device)
+    train = DataLoader(corpus.train, config.batch_size, shuffle=True)
+    with _row_printer(config.max_steps) as show:
+        trainer = SafeTrainer(
+            model, config, train, DataLoader(corpus.val, config.batch_size), next_token_loss, on_row=show
+        )
+        for name in RUN_FILES:
+            (args.out / name).unlink(missing_ok=True)
+        (args.out / "config.yaml").write_text(as_yaml, encoding="utf-8")
+        weights = sum(p.numel() for p in model.parameters())
+        print(
+            f"MiniGPT with {weights:,} weights on {device}, {len(corpus.train):,} sequences of {size.context}",
+            flush=True,
+        )
+        try:
+            result = trainer.fit()
+        except TrainingFailed as failure:
+            print(f"safetrain: {failure}", file=sys.stderr)
+            return 1, failure.result
+    return (0 if result.signal is None else 128 + result.signal), result
+
+
+@contextlib.contextmanager
+def _row_printer(total: int | None) -> Iterator[Callable[[StepLog], None]]:
+    """Prints rows to stdout; on a terminal, with a progress bar below them on stderr."""
+    bar: Any = None
+    if sys.stderr.isatty():
+        with contextlib.suppress(ImportError):
+            from tqdm import tqdm
+
+            bar = tqdm(total=total, unit="update", file=sys.stderr)
+
+    def show(row: StepLog) -> None:
+        if bar is None:
+            print(row, flush=True)
+        else:
+            bar.write(str(row), file=sys.stdout)
+            bar.update(not row.skipped)
+
+    try:
+        yield show
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """A warning as one line, without the source line that raised it."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *rest, **named: print(f"warning: {message}", file=sys.stderr)
+        yield
+
+
+def _print_summary(out: Path, config: TrainConfig, result: FitResult) -> None:
+    def loss(value: float | None) -> str:
+        return "-" if value is None else f"{value:.4f}"
+
+    print(f"{result.status}: {out}")
+    print(f"  updates          {result.state.updates}")
+    print(f"  skips            {result.skips} of {result.state.step} steps")
+    print(f"  skip rate        {result.skip_rate:.1%}")
+    print(f"  first loss       {loss(result.first_loss)}")
+    print(f"  last loss        {loss(result.last_loss)}")
+    print(f"  validation loss  {loss(result.val_loss)}")
+    print(f"  log              {config.csv_log_path}", flush=True)

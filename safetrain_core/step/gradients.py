@@ -1,0 +1,151 @@
+"""The guard over gradients: one pass gives the global norm, and the norm alone decides nearly everything.
+
+A gradient with a NaN or an Inf has a norm that is not finite; one whose norm is below the clip threshold needs
+no write. So a healthy step costs one read of the gradients, and clipping costs one more pass, when it is due.
+
+Source: Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", arXiv:1211.5063.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["DEFAULT_MAX_NORM", "clip_global_l2_norm", "has_non_finite_grad"]
+
+#: The usual threshold for transformers.
+DEFAULT_MAX_NORM = 1.0
+
+#: Added to the norm before the division, as in the formula g * min(1, tau / (norm + eps)).
+CLIP_EPS = 1e-12
+
+#: A factor below this is applied in two steps: near FP32's smallest normal number it would lose its digits.
+SMALLEST_FACTOR = 1e-30
+
+Params = Tensor | nn.Module | Iterable[Tensor]
+
+
+def gradients_of(params: Params) -> list[Tensor]:
+    """The dense gradients of ``params``: a module, one tensor, or an iterable of parameters."""
+    if isinstance(params, nn.Module):
+        params = params.parameters()
+    elif isinstance(params, Tensor):
+        params = [params]
+    grads = [p.grad for p in params if p.grad is not None and p.grad.numel() > 0]
+    for grad in grads:
+        if grad.is_sparse:
+            raise ValueError(
+                f"sparse gradient of shape {tuple(grad.shape)}: the guard reads dense ones; use sparse=False"
+            )
+    return grads
+
+
+def norms_of(grads: list[Tensor], order: float = 2.0) -> list[Tensor]:
+    """The norm of each gradient, as 0-dim float32 (or wider) tensors on their own devices, in one fused pass."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        groups.setdefault((grad.device, grad.dtype), []).append(grad)
+    norms: list[Tensor] = []
+    for (_, dtype), group in groups.items():
+        # Half precision is summed in FP32: 60000 in four places has a norm that FP16 cannot hold.
+        wide = torch.float32 if dtype.itemsize < 4 else None
+        norms.extend(torch._foreach_norm(group, order, wide))
+    return norms
+
+
+def global_norm_tensor(grads: list[Tensor]) -> Tensor:
+    """The global L2 norm as a 0-dim tensor, not yet read by the host; Inf where FP32 sums overflow."""
+    norms = norms_of(grads)
+    device = norms[0].device
+    return torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]))
+
+
+def largest_magnitude(grads: list[Tensor]) -> float:
+    """max|g| over all gradients; NaN or Inf where one is. Reads the host once."""
+    norms = norms_of(grads, math.inf)
+    device = norms[0].device
+    return float(torch.stack([n.to(device) for n in norms]).max().item())
+
+
+def exact_norm(grads: list[Tensor], norm: float) -> float:
+    """``norm`` itself, or the norm computed again without overflow where the gradients are finite after all.
+
+    A finite gradient must never vanish: [1e20] * 100 has a norm, although its FP32 sum of squares has not.
+    """
+    if math.isfinite(norm):
+        return norm
+    largest = largest_magnitude(grads)
+    if not math.isfinite(largest) or largest == 0.0:
+        return norm
+    # One tensor at a time, so that this rare path never holds a second copy of all gradients.
+    units = (g.to(torch.promote_types(g.dtype, torch.float32)) / largest for g in grads)
+    squares = (float(torch.linalg.vector_norm(u).item()) ** 2 for u in units)
+    return largest * math.sqrt(sum(squares))
+
+
+def scale_to_norm(grads: list[Tensor], norm: float, max_norm: float) -> float:
+    """Multiply by max_norm / (norm + eps) where ``norm`` exceeds ``max_norm``; return the norm afterwards."""
+    if not norm > max_norm:
+        return norm
+    factor = max_norm / (norm + CLIP_EPS)
+    steps = [factor] if factor >= SMALLEST_FACTOR else [math.sqrt(factor)] * 2
+    for step in steps:
+        torch._foreach_mul_(grads, step)
+    return max_norm
+
+
+@torch.no_grad()
+def clip_global_l2_norm(params: Params, max_norm: float = DEFAULT_MAX_NORM) -> tuple[float, float]:
+    """Clip gradients in place to a global L2 norm of at most ``max_norm``.
+
+    Args:
+        params: parameters (a list, a generator, one tensor) or a module. Those without a gradient are passed over.
+        max_norm: the threshold tau, above 0.
+
+    Returns:
+        ``(pre, post)``, Python floats: the norm before, and ``min(pre, max_norm)``. Where ``pre`` is not finite
+        the gradients are left as they are and both are that value.
+
+    Raises:
+        ValueError: ``max_norm`` is not above 0, or a gradient is sparse.
+
+    Source: g * min(1, tau / (norm + 1e-12)), Pascanu et al. 2013, arXiv:1211.5063.
+
+    >>> weight = torch.nn.Parameter(torch.zeros(2))
+    >>> weight.grad = torch.tensor([3.0, 4.0])
+    >>> clip_global_l2_norm([weight], max_norm=1.0)
+    (5.0, 1.0)
+    >>> weight.grad
+    tensor([0.6000, 0.8000])
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm={max_norm} must be above 0; to leave gradients unclipped, do not call this")
+    grads = gradients_of(params)
+    if not grads:
+        return 0.0, 0.0
+    norm = exact_norm(grads, float(global_norm_tensor(grads).item()))
+    if not math.isfinite(norm):
+        return norm, norm
+    return norm, scale_to_norm(grads, norm, max_norm)
+
+
+@torch.no_grad()
+def has_non_finite_grad(params: Params) -> bool:
+    """True if any gradient holds a NaN or an Inf. One pass, one host read.
+
+    Args:
+        params: parameters (a list, a generator, one tensor) or a module.
+
+    Raises:
+        ValueError: a gradient is sparse.
+
+    >>> weight = torch.nn.Parameter(torch.zeros(2))
+    >>> weight.grad = torch.tensor([1.0, float("nan")])
+    >>> has_non_finite_grad([weight])
+    True
+    """
+    grads = gradients_of(params)
+    return bool(grads) and not math.isfinite(largest_magnitude(grads))

@@ -1,0 +1,77 @@
+"""What a safe step refuses at the start: nothing to train, weights that cannot be scaled, devices that do not match."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["checked_trainable", "refuse_data_elsewhere", "refuse_foreign_optimizer"]
+
+
+def checked_trainable(model: nn.Module, device_type: str, amp_dtype: torch.dtype) -> list[nn.Parameter]:
+    """The model's trainable weights, all on ``device_type`` and none of a dtype that cannot be stepped.
+
+    Raises:
+        ValueError: none is trainable; one, or a buffer, is elsewhere; one is float16 while a scaler would be on.
+
+    >>> checked_trainable(nn.Linear(2, 1), "cuda", torch.float16)
+    Traceback (most recent call last):
+    ...
+    ValueError: the model's weight is on cpu but device_type='cuda'; pass device_type='cpu' or move the model
+    """
+    trainable = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    if not trainable:
+        raise ValueError("the model has no trainable parameter (requires_grad=True); there is nothing to step")
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type != device_type:
+            raise ValueError(
+                f"the model's {name} is on {tensor.device} but device_type={device_type!r}; "
+                f"pass device_type={tensor.device.type!r} or move the model"
+            )
+    for name, weight in trainable.items():
+        if amp_dtype is torch.float16 and weight.dtype is torch.float16:
+            raise ValueError(
+                f"weight {name} is float16: a GradScaler cannot unscale float16 gradients. Keep weights in "
+                "float32 (model.float()) and let autocast cast them, or use amp_dtype=torch.bfloat16"
+            )
+    return list(trainable.values())
+
+
+def refuse_foreign_optimizer(optimizer: torch.optim.Optimizer, trainable: list[nn.Parameter], device_type: str) -> None:
+    """``ValueError`` when the optimizer holds none of these weights, or one on another device.
+
+    >>> a, b = nn.Linear(2, 1), nn.Linear(2, 1)
+    >>> refuse_foreign_optimizer(torch.optim.SGD(a.parameters(), lr=1), list(b.parameters()), "cpu")
+    Traceback (most recent call last):
+    ...
+    ValueError: the optimizer holds none of the model's trainable weights; build it from this model's parameters(), ...
+    """
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if not {id(p) for p in held} & {id(p) for p in trainable}:
+        raise ValueError(
+            "the optimizer holds none of the model's trainable weights; "
+            "build it from this model's parameters(), after any copy or wrapping"
+        )
+    for weight in held:
+        if weight.device.type != device_type:
+            raise ValueError(
+                f"the optimizer holds a weight on {weight.device} but device_type={device_type!r}; "
+                "move the model first, then build the optimizer"
+            )
+
+
+def refuse_data_elsewhere(inputs: Any, targets: Any, device_type: str) -> None:
+    """``ValueError`` when a tensor of a batch is on another device than the model.
+
+    >>> refuse_data_elsewhere(torch.zeros(1), torch.zeros(1, device="meta"), "cpu")
+    Traceback (most recent call last):
+    ...
+    ValueError: targets are on meta but the model is on cpu; move them with .to('cpu')
+    """
+    for name, data in (("inputs", inputs), ("targets", targets)):
+        if isinstance(data, Tensor) and data.device.type != device_type:
+            raise ValueError(
+                f"{name} are on {data.device} but the model is on {device_type}; move them with .to({device_type!r})"
+            )

@@ -1,0 +1,193 @@
+"""SafeTrainer: updates and attempts, windows, retries, schedule, validation, the log, a clean stop."""
+
+import csv
+import math
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from safetrain_core import AmpTrainState, SafeTrainer, TrainConfig, TrainingFailed
+from safetrain_core.optim.schedule import lr_factor
+
+
+def model(*layers):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 6), *layers, nn.Tanh(), nn.Linear(6, 1))
+
+
+def batches(count, bad=(), value=math.nan):
+    generator = torch.Generator().manual_seed(1)
+    made = [(torch.randn(4, 3, generator=generator), torch.randn(4, 1, generator=generator)) for _ in range(count)]
+    return [(x, y + value if i in bad else y) for i, (x, y) in enumerate(made)]
+
+
+def fit(loader, val_loader=None, net=None, on_row=None, **config):
+    return SafeTrainer(net or model(), TrainConfig(**config), loader, val_loader, on_row=on_row).fit()
+
+
+def test_the_run_equals_the_same_steps_by_hand():
+    ours, hand = model(), model()
+    loader = batches(10)
+    result = fit(loader, net=ours, max_steps=8, learning_rate=0.05, scheduler_warmup_ratio=0.25)
+    state = AmpTrainState(hand, 0.05, amp_dtype=torch.float32)
+    for u in range(8):
+        state.optimizer.param_groups[0]["lr"] = 0.05 * lr_factor(u, "cosine", total_steps=8, warmup_ratio=0.25)
+        assert state.step(*loader[u]) == result.rows[u]
+    for a, b in zip(ours.parameters(), hand.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert (result.status, result.state.updates, result.state.step, result.skips) == ("completed", 8, 8, 0)
+    assert (result.first_loss, result.last_loss) == (result.rows[0].loss, result.rows[-1].loss)
+
+
+@pytest.mark.parametrize(("count", "k", "windows"), [(10, 4, [4, 4, 2]), (3, 4, [3]), (8, 4, [4, 4])])
+def test_a_short_last_window_divides_by_what_it_has_and_no_window_spans_two_epochs(count, k, windows, tmp_path):
+    log = tmp_path / "m.csv"
+    loader = batches(count)
+    result = fit(loader, gradient_accumulation_steps=k, csv_log_path=str(log))
+    assert result.state.updates == len(windows)
+    rows = list(csv.DictReader(log.open(newline="")))
+    assert [int(row["effective_batch_size"]) for row in rows] == [4 * w for w in windows]
+    net = model()
+    expected = sum(nn.functional.mse_loss(net(x), y).item() for x, y in loader[: windows[0]]) / windows[0]
+    assert result.rows[0].loss == pytest.approx(expected, rel=1e-6)
+
+
+def test_max_steps_counts_updates_and_a_skipped_window_does_not_move_the_schedule():
+    result = fit(batches(6, bad={2}), max_steps=5, learning_rate=1.0)
+    assert (result.state.updates, result.state.step, result.skips) == (5, 6, 1)
+    assert result.rows[2].skip_reason == "non_finite_loss"
+    assert result.rows[2].lr == result.rows[3].lr == lr_factor(2, "cosine", total_steps=5)
+    assert result.state.retries == 1
+
+
+def test_a_persistent_fault_ends_the_run_with_its_row_on_disk(tmp_path):
+    log = tmp_path / "m.csv"
+    with pytest.raises(TrainingFailed, match=r"loss=nan at step 4 \(non_finite_loss\), 3 of 3 retries used") as caught:
+        fit(batches(50, bad=range(50)), max_steps=100, csv_log_path=str(log))
+    failure = caught.value
+    assert (failure.step, failure.reason, failure.newest_good) == (4, "non_finite_loss", None)
+    assert math.isnan(failure.values["loss"])
+    assert (failure.result.status, failure.result.state.updates, failure.result.skips) == ("failed", 0, 4)
+    rows = list(csv.DictReader(log.open(newline="")))
+    assert [(row["step"], row["skipped"], row["retries"]) for row in rows] == [
+        ("1", "1", "1"),
+        ("2", "1", "2"),
+        ("3", "1", "3"),
+        ("4", "1", "3"),
+    ]
+
+
+def test_no_retries_means_the_first_bad_step_ends_the_run():
+    with pytest.raises(TrainingFailed, match="at step 3"):
+        fit(batches(5, bad={2}), max_nan_retries=0)
+
+
+def test_a_float16_overflow_is_the_scaler_at_work_and_spends_no_retry():
+    class Hot(nn.Module):
+        """Its gradient overflows float16 until the scale has halved several times."""
+
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 1)
+
+        def forward(self, x):
+            return self.linear(x * 100.0)
+
+    result = fit(
+        [(torch.ones(4, 3), torch.zeros(4, 1))] * 40,
+        net=Hot(),
+        use_amp=True,
+        amp_dtype="float16",
+        max_nan_retries=0,
+        max_steps=5,
+    )
+    assert result.skips >= 5
+    assert {row.skip_reason for row in result.rows if row.skipped} == {"non_finite_grad"}
+    assert (result.state.retries, result.state.updates) == (0, 5)
+
+
+def test_validation_runs_when_due_and_at_the_end_in_eval_mode_and_puts_modes_back(tmp_path):
+    net = model(nn.BatchNorm1d(6), nn.Dropout(0.5))
+    val = batches(3)
+    log = tmp_path / "m.csv"
+    trainer = SafeTrainer(net, TrainConfig(max_steps=5, eval_every_n_steps=2, csv_log_path=str(log)), batches(5), val)
+    before = net[1].num_batches_tracked.item()
+    result = trainer.fit()
+    assert net.training
+    assert net[2].training
+    assert net[1].num_batches_tracked.item() - before == 5
+    net.eval()
+    expected = sum(nn.functional.mse_loss(net(x), y).item() for x, y in val) / 3
+    assert result.val_loss == pytest.approx(expected, rel=1e-5)
+    rows = list(csv.DictReader(log.open(newline="")))
+    assert [row["val_loss"] != "" for row in rows] == [False, True, False, True, False]
+
+
+def test_validation_weighs_batches_by_their_size():
+    x, y = torch.randn(10, 3, generator=torch.Generator().manual_seed(0)), torch.zeros(10, 1)
+    net = model()
+    trainer = SafeTrainer(net, TrainConfig(max_steps=1), batches(1), DataLoader(TensorDataset(x, y), batch_size=4))
+    assert trainer.validate() == pytest.approx(nn.functional.mse_loss(net(x), y).item(), rel=1e-6)
+
+
+def test_two_runs_of_one_config_are_the_same_run():
+    data = TensorDataset(torch.randn(40, 3), torch.randn(40, 1))
+    runs = []
+    for noise in (1, 2):
+        net = model(nn.Dropout(0.3))
+        torch.manual_seed(noise)
+        runs.append(fit(DataLoader(data, 4, shuffle=True), net=net, max_steps=15, seed=7).rows)
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_after_the_present_step(number):
+    def strike(row):
+        if row.step == 3:
+            os.kill(os.getpid(), number)
+
+    result = fit(batches(10), max_steps=10, on_row=strike)
+    assert (result.status, result.signal) == ("interrupted", number)
+    assert 3 <= result.state.updates <= 4
+
+
+def test_rows_in_memory_are_bounded_while_the_log_has_them_all(tmp_path, monkeypatch):
+    monkeypatch.setattr("safetrain_core.train.trainer.ROWS_KEPT", 7)
+    log = tmp_path / "m.csv"
+    result = fit(batches(20), csv_log_path=str(log))
+    assert [row.step for row in result.rows] == list(range(14, 21))
+    assert len(log.read_text().splitlines()) == 21
+
+
+@pytest.mark.parametrize(
+    ("loader", "config", "told"),
+    [
+        ([], {}, "train_loader is empty"),
+        (iter([]), {"max_steps": 3}, "train_loader is empty"),
+        ([torch.zeros(2, 3)], {}, "a batch is a Tensor of 2, expected a pair"),
+        ([{"x": 1}], {}, "a batch is a dict of 1, expected a pair"),
+        (iter([]), {}, "needs a length"),
+        (
+            batches(1),
+            {"gpu_temp_guard": True},
+            "gpu_temp_guard=true is not available in this version; leave it at false",
+        ),
+        (batches(1), {"optimizer_class": "muon"}, "optimizer_class=muon is not available"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(loader, config, told):
+    with pytest.raises(ValueError, match=told):
+        fit(loader, **config)
+
+
+def test_a_frozen_model_and_an_empty_validation_are_refused():
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        fit(batches(1), net=model().requires_grad_(False))
+    with pytest.raises(ValueError, match="val_loader is empty"):
+        fit(batches(1), val_loader=[])
+    with pytest.raises(ValueError, match="no val_loader"):
+        SafeTrainer(model(), TrainConfig(), batches(1)).validate()

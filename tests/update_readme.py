@@ -1,0 +1,21 @@
+"""Rewrite the generated parts of the README: ``make readme``."""
+
+import re
+from pathlib import Path
+
+from safetrain_core.config import reference_table
+
+
+def main() -> None:
+    path = Path(__file__).parents[1] / "README.md"
+    text = path.read_text(encoding="utf-8")
+    block = f"<!-- config table: made by `make readme` -->\n{reference_table()}\n<!-- end of config table -->"
+    pattern = r"<!-- config table.*?end of config table -->"
+    text, found = re.subn(pattern, lambda _: block, text, flags=re.DOTALL)
+    if found != 1:
+        raise SystemExit(f"README.md has {found} places for the config table; it must have one")
+    path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
