@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from .records import SKIP_REASONS, SkipLog, StepLog, TrainState, rolling_skip_rate
     from .step.amp import AmpTrainState
     from .step.gradients import DEFAULT_MAX_NORM, clip_global_l2_norm, has_non_finite_grad
-    from .train.trainer import FitResult, SafeTrainer
+    from .train.result import FitResult
+    from .train.trainer import SafeTrainer
 
 #: Public name -> the module it lives in; a test compares it with the imports above.
 _HOME = {
@@ -28,7 +29,7 @@ _HOME = {
     "CheckpointError": "errors",
     "Corpus": "corpus",
     "DEFAULT_MAX_NORM": "step.gradients",
-    "FitResult": "train.trainer",
+    "FitResult": "train.result",
     "MiniGPT": "minigpt",
     "MiniGPTConfig": "minigpt",
     "SKIP_REASONS": "records",

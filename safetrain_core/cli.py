@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from .config import TrainConfig
     from .records import StepLog
-    from .train.trainer import FitResult
+    from .train.result import FitResult
 
 __all__ = ["main"]
 
@@ -154,6 +154,8 @@ def _train(args: argparse.Namespace) -> int:
     import yaml
 
     config = _config(args)
+    if args.resume is not None:
+        raise ValueError("--resume is not available in this version, which saves no checkpoints; start a new run")
     if args.print_config:
         print(yaml.safe_dump(config.model_dump(), sort_keys=False), end="")
         return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-__all__ = ["agree", "is_main", "world_size"]
+__all__ = ["agree", "is_main", "sum_over_ranks", "world_size"]
 
 
 def world_size() -> int:
@@ -33,14 +33,25 @@ def agree(code: int, device: torch.device | None = None) -> int:
 
     Args:
         code: a small integer, 0 for "all is well", larger for worse.
-        device: where to reduce; nccl needs the rank's own CUDA device, gloo the CPU (default).
+        device: the rank's own device; nccl needs it, gloo reduces on the CPU.
 
     >>> agree(2)
     2
     """
-    if world_size() == 1:
-        return code
+    return _reduced(code, dist.ReduceOp.MAX, device) if world_size() > 1 else code
+
+
+def sum_over_ranks(count: int, device: torch.device | None = None) -> int:
+    """The sum of ``count`` over all ranks, on every rank; ``count`` itself on one process.
+
+    >>> sum_over_ranks(3)
+    3
+    """
+    return _reduced(count, dist.ReduceOp.SUM, device) if world_size() > 1 else count
+
+
+def _reduced(value: int, op: dist.ReduceOp.RedOpType, device: torch.device | None) -> int:
     on_gpu = device is not None and device.type == "cuda" and "nccl" in str(dist.get_backend())
-    worst = torch.tensor(code, dtype=torch.int64, device=device if on_gpu else "cpu")
-    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return int(worst.item())
+    tensor = torch.tensor(value, dtype=torch.int64, device=device if on_gpu else "cpu")
+    dist.all_reduce(tensor, op=op)
+    return int(tensor.item())

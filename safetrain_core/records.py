@@ -14,6 +14,8 @@ from typing import Any
 
 __all__ = [
     "BASE_COLUMNS",
+    "BLOCK_COLUMN",
+    "GRADIENT_COLUMNS",
     "LOSSES_KEPT",
     "SKIP_REASONS",
     "SkipLog",
@@ -53,6 +55,12 @@ BASE_COLUMNS = (
     "samples_per_s",
     "val_loss",
 )
+
+#: Gradient statistics before the clip, every ``gradient_log_interval`` steps; empty between.
+GRADIENT_COLUMNS = ("gradient_max_abs", "gradient_rms")
+
+#: Prefix of a block's column, every ``telemetry_log_interval`` steps where asked for.
+BLOCK_COLUMN = "grad_norm_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +157,24 @@ class TrainState:
         """Plain types only, so that ``torch.load(weights_only=True)`` reads them back."""
         return asdict(self)
 
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> TrainState:
-        """The inverse of ``to_dict``; ``ValueError`` names a key that is missing or too many."""
-        expected = set(cls.__dataclass_fields__)
+    def load_dict(self, data: dict[str, Any]) -> None:
+        """The inverse of ``to_dict``, in place: whoever holds this object sees the loaded counters.
+
+        Raises:
+            ValueError: a key is missing or too many; nothing is changed then.
+        """
+        expected = set(self.__dataclass_fields__)
         if set(data) != expected:
             raise ValueError(f"train state has keys {sorted(data)}, expected {sorted(expected)}")
-        return cls(**{**data, "losses": list(data["losses"])})
+        for name, value in data.items():
+            setattr(self, name, list(value) if name == "losses" else value)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> TrainState:
+        """A new one from what ``to_dict`` gave; ``ValueError`` as ``load_dict``."""
+        state = cls()
+        state.load_dict(data)
+        return state
 
 
 def rolling_skip_rate(log: Iterable[StepLog], window: int = 1000) -> list[float]:

@@ -88,7 +88,7 @@ def dependencies():
 
 def pins():
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    return dict(line.lower().split("==") for line in lines if line and not line.startswith("#"))
+    return dict(line.lower().replace("_", "-").split("==") for line in lines if line and not line.startswith("#"))
 
 
 def test_every_dependency_is_pinned_within_its_range():

@@ -1,1 +1,1 @@
-"""What moves the weights: learning-rate schedules."""
+"""What moves the weights: optimizers by name, learning-rate schedules."""

@@ -19,39 +19,23 @@ Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740 (loss sca
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from functools import reduce
+import statistics
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..distributed import agree, world_size
 from ..records import SKIP_REASONS, SkipLog, SkipRateAlert, StepLog, TrainState
 from .buffers import BufferKeeper
-from .gradients import (
-    DEFAULT_MAX_NORM,
-    exact_norm,
-    global_norm_tensor,
-    gradients_of,
-    largest_magnitude,
-    scale_to_norm,
-)
-from .refusals import checked_trainable, refuse_data_elsewhere, refuse_foreign_optimizer
+from .gradients import DEFAULT_MAX_NORM, all_finite, params_with_grad
+from .refusals import checked_trainable, refuse_foreign_optimizer
 from .scaling import LossScaling
+from .verdict import GradientDetail, Limits, Verdict, judge
+from .window import UNCONNECTED, LossFn, WindowPass, checked_window
 
 __all__ = ["AmpTrainState"]
-
-LossFn = Callable[[Any, Any], Tensor]
-
-#: FP32 rounding may leave max|g| this much, relatively, above a threshold equal to the clip norm.
-POST_CLIP_SLACK = 1e-3
-
-UNCONNECTED = (
-    "the loss reached no weight of the optimizer, so there is no gradient; "
-    "check that loss_fn uses the model's output and that nothing detaches it"
-)
 
 #: Where autocast goes by default.
 DEFAULT_AMP_DTYPE = {"cpu": torch.bfloat16, "cuda": torch.float16}
@@ -79,12 +63,17 @@ class AmpTrainState:
             an accelerator). None = on a CPU only. Always off with several ranks, where a rank that left out its
             backward would hang the others. Rows, weights, moments and scale are the same either way.
         init_scale: first loss scaling factor. growth_interval: clean steps before it doubles.
+        loss_weighting: "equal", each micro-batch 1/K; or "tokens", by its valid targets (those that are not -100), for
+            a ``loss_fn`` that is a mean over them. Counting them costs one more host read per window.
+        loss_jump_factor: refuse a step whose loss is above this x the median of the last ``loss_jump_window`` accepted
+            losses, once there are as many; None = off.
         skip_rate_alert: warn when more than this share of the last ``skip_rate_window`` steps was skipped.
         keep_rows: rows kept in ``log`` and ``skip_log``; None = all.
 
     Attributes:
         log: every attempt, a ``StepLog`` each. skip_log: the refused ones, a ``SkipLog`` each.
         counters: a ``TrainState``: attempts, optimizer steps taken, the last accepted losses. skip_count: refused.
+        detail: of the last step's gradients, where it was asked for.
         optimizer, scheduler, model: as used.
 
     Raises:
@@ -117,6 +106,9 @@ class AmpTrainState:
         check_loss_before_backward: bool | None = None,
         init_scale: float = 2.0**16,
         growth_interval: int = 2000,
+        loss_weighting: str = "equal",
+        loss_jump_factor: float | None = None,
+        loss_jump_window: int = 10,
         skip_rate_alert: float = 0.05,
         skip_rate_window: int = 1000,
         keep_rows: int | None = None,
@@ -124,6 +116,10 @@ class AmpTrainState:
         for name, value in (("max_norm", max_norm), ("inf_post_clip_threshold", inf_post_clip_threshold)):
             if not value >= 0:
                 raise ValueError(f"{name}={value} must be at least 0 (0 = off)")
+        if loss_weighting not in ("equal", "tokens"):
+            raise ValueError(f"loss_weighting={loss_weighting!r} must be equal or tokens")
+        if loss_jump_factor is not None and not loss_jump_factor > 1:
+            raise ValueError(f"loss_jump_factor={loss_jump_factor} must be above 1, or None for no limit")
         if keep_rows is not None and keep_rows < 1:
             raise ValueError(f"keep_rows={keep_rows} must be at least 1, or None to keep all")
         if amp_dtype is None and device_type not in DEFAULT_AMP_DTYPE:
@@ -131,11 +127,10 @@ class AmpTrainState:
                 f"no default amp_dtype for device_type={device_type!r}; pass amp_dtype, torch.float32 for no autocast"
             )
         self.model = model
-        self.max_norm = max_norm
         self.device_type = device_type
         self.amp_dtype = amp_dtype or DEFAULT_AMP_DTYPE[device_type]
-        self.loss_fn = loss_fn or _default_loss
-        self.inf_post_clip_threshold = inf_post_clip_threshold
+        self.limits = Limits(max_norm, inf_post_clip_threshold)
+        self.loss_jump_factor, self.loss_jump_window = loss_jump_factor, loss_jump_window
         trainable = checked_trainable(model, device_type, self.amp_dtype)
         if optimizer is None:
             fused = all(p.device.type in DEFAULT_AMP_DTYPE and p.is_floating_point() for p in trainable)
@@ -144,13 +139,14 @@ class AmpTrainState:
             refuse_foreign_optimizer(optimizer, trainable, device_type)
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self._device = trainable[0].device
-        self._scaling = LossScaling(
-            self._device,
+        self.device = trainable[0].device
+        self.scaling = LossScaling(
+            self.device,
             enabled=self.amp_dtype is torch.float16 and not any(p.dtype is torch.bfloat16 for p in trainable),
             init_scale=init_scale,
             growth_interval=growth_interval,
         )
+        self.passes = WindowPass(model, loss_fn, device_type, self.amp_dtype, self.scaler, loss_weighting)
         if check_loss_before_backward is None:
             check_loss_before_backward = device_type == "cpu"
         self.check_loss_before_backward = check_loss_before_backward and world_size() == 1
@@ -160,8 +156,9 @@ class AmpTrainState:
         self.skip_log: list[SkipLog] = []
         self.counters = TrainState()
         self.skip_count = 0
+        self.detail: GradientDetail | None = None
         self._alert = SkipRateAlert(skip_rate_alert, skip_rate_window)
-        self._buffers = BufferKeeper(model)
+        self.buffers = BufferKeeper(model)
 
     # --- one step ---------------------------------------------------------------------------------------------
 
@@ -169,11 +166,16 @@ class AmpTrainState:
         """One optimizer step on one batch: ``loss_fn(model(inputs), targets)``. See ``step_window``."""
         return self.step_window([(inputs, targets)])
 
-    def step_window(self, micro_batches: Iterable[tuple[Any, Any]]) -> StepLog:
-        """One optimizer step on K micro-batches, each loss divided by K, the clip once at the end.
+    def step_window(
+        self, micro_batches: Iterable[tuple[Any, Any]], *, detail: bool = False, examine: bool = False
+    ) -> StepLog:
+        """One optimizer step on K micro-batches: losses weighted, the clip once at the end, one sync between ranks.
 
         Args:
             micro_batches: ``(inputs, targets)`` pairs; a short last window divides by what it has.
+            detail: also leave the gradients' norms in ``self.detail``.
+            examine: also look for NaN and Inf in the weights and buffers themselves, before the step (one more pass and
+                host read); where there is one, the step is refused as ``non_finite_state``.
 
         Returns:
             The row of this attempt, also appended to ``log``.
@@ -182,113 +184,102 @@ class AmpTrainState:
             ValueError: an empty window; data on another device than the model; a loss that is not a scalar or not
                 connected to any weight of the optimizer. Whatever is raised, model and optimizer are as before.
         """
-        window = list(micro_batches)
-        if not window:
-            raise ValueError("the window has 0 micro-batches; it needs at least 1 (inputs, targets) pair")
-        lr, scale = float(self.optimizer.param_groups[0]["lr"]), self.scale
-        self._buffers.keep()
-        self._clear_gradients()
+        window, scale = checked_window(micro_batches), self.scale
+        lr = self.lr
+        self.begin_window()
         try:
-            reason, loss, pre, post = self._judge(window)
-            code = agree(0 if reason is None else 1 + SKIP_REASONS.index(reason), self._device)
+            verdict = self._judge(window, detail)
+            reason = verdict.reason
+            if examine and not all_finite([*self.model.parameters(), *self.model.buffers()]).item():
+                reason = "non_finite_state"
+            code = agree(0 if reason is None else 1 + SKIP_REASONS.index(reason), self.device)
             reason = SKIP_REASONS[code - 1] if code else None
             if reason is None:
-                self._scaling.take(self.optimizer)
-                if self.scheduler is not None:
-                    self.scheduler.step()
+                self.scaling.take(self.optimizer)
+                self.advance_schedule()
             else:
-                self._leave_no_trace(overflowed=reason == "non_finite_grad")
+                self.leave_no_trace(overflowed=reason == "non_finite_grad")
         except BaseException:  # a Ctrl-C too: a window that was started ends in update()
-            self._leave_no_trace(overflowed=False)
+            self.leave_no_trace(overflowed=False)
             raise
-        self.counters.step += 1
-        if reason is None:
-            self.counters.accept(loss)
-        row = StepLog(self.counters.step, lr, pre, post, loss, scale, reason is not None, reason)
-        self._record(row)
-        return row
+        self.detail = verdict.detail
+        return self.record(verdict._replace(reason=reason), lr, scale)
 
-    def _record(self, row: StepLog) -> None:
-        self.log.append(row)
-        if row.skipped:
-            self.skip_count += 1
-            self.skip_log.append(SkipLog.from_row(row))
-        if self.keep_rows is not None:
-            del self.log[: -self.keep_rows], self.skip_log[: -self.keep_rows]
-        self._alert.see(row.step, row.skipped)
+    def _judge(self, window: list[tuple[Any, Any]], detail: bool) -> Verdict:
+        losses, weights = self.passes.backward(window, look_early=self.check_loss_before_backward)
+        early = next((loss for loss in losses if isinstance(loss, float) and not math.isfinite(loss)), None)
+        if early is not None:
+            return Verdict("non_finite_loss", early)
+        return judge(self.unscaled_params(), losses, weights, self.limits_now(), detail=detail)
 
-    def _judge(self, window: list[tuple[Any, Any]]) -> tuple[str | None, float, float | None, float | None]:
-        """Forward, backward, unscale, norm, clip: (reason to refuse or None, loss, norm before, norm after)."""
-        losses: list[Tensor] = []
-        seen: list[float] = []
-        for inputs, targets in window:
-            loss = self.forward_loss(inputs, targets)
-            if self.check_loss_before_backward:
-                seen.append(float(loss.item()))
-                if not math.isfinite(seen[-1]):
-                    return "non_finite_loss", seen[-1], None, None
-            else:
-                losses.append(loss.detach())
-            if not loss.requires_grad:
-                raise ValueError(UNCONNECTED)
-            self.scaler.scale(loss if len(window) == 1 else loss / len(window)).backward()
-        grads = gradients_of(p for group in self.optimizer.param_groups for p in group["params"])
-        if not grads:
+    def unscaled_params(self) -> list[Tensor]:
+        """The optimizer's weights that have a gradient, now unscaled: before the norm and the clip act on it."""
+        held = params_with_grad(p for group in self.optimizer.param_groups for p in group["params"])
+        if not held:
             raise ValueError(UNCONNECTED)
-        self.scaler.unscale_(self.optimizer)  # before the norm and the clip, or both act on scaled gradients
-        with torch.no_grad():
-            norm_tensor = global_norm_tensor(grads)
-            wide = reduce(torch.promote_types, (t.dtype for t in losses), norm_tensor.dtype)
-            # The one host read of this step, outside the optimizer's own.
-            *late, norm = torch.stack([t.to(norm_tensor.device, wide) for t in (*losses, norm_tensor)]).tolist()
-            seen += late
-            bad = next((x for x in seen if not math.isfinite(x)), None)
-            if bad is not None:
-                return "non_finite_loss", bad, None, None
-            loss_value = sum(seen) / len(seen)
-            norm = exact_norm(grads, norm)
-            if not math.isfinite(norm):
-                return "non_finite_grad", loss_value, norm, None
-            post = scale_to_norm(grads, norm, self.max_norm) if self.max_norm > 0 else norm
-            limit = self.inf_post_clip_threshold
-            # max|g| <= norm: only a norm above the threshold needs the second pass.
-            if limit > 0 and post > limit and largest_magnitude(grads) > limit * (1 + POST_CLIP_SLACK):
-                return "post_clip_explosion", loss_value, norm, post
-        return None, loss_value, norm, post
+        self.scaler.unscale_(self.optimizer)
+        return held
 
-    def forward_loss(self, inputs: Any, targets: Any) -> Tensor:
-        """``loss_fn(model(inputs), targets)`` under this state's autocast: a 0-dim tensor, still on its device.
+    def limits_now(self) -> Limits:
+        """The limits of the next step: those that are fixed, and the largest loss that is no jump."""
+        recent = self.counters.losses[-self.loss_jump_window :]
+        if self.loss_jump_factor is None or len(recent) < self.loss_jump_window:
+            return self.limits
+        median = statistics.median(recent)
+        return self.limits._replace(loss=self.loss_jump_factor * median if median > 0 else None)
 
-        Raises:
-            ValueError: data on another device than the model, or a loss that is not a scalar.
-        """
-        refuse_data_elsewhere(inputs, targets, self.device_type)
-        enabled = self.amp_dtype is not torch.float32
-        with torch.autocast(self.device_type, dtype=self.amp_dtype if enabled else None, enabled=enabled):
-            loss = self.loss_fn(self.model(inputs), targets)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"loss_fn returned {shape}, expected a scalar tensor; reduce it, for example .mean()")
-        return loss.reshape(())
-
-    def _leave_no_trace(self, *, overflowed: bool) -> None:
+    def begin_window(self) -> None:
+        """Clear gradients, and keep the buffers in case the step is refused."""
+        self.buffers.keep()
         self._clear_gradients()
-        self._buffers.restore()
-        self._scaling.give_up(overflowed=overflowed)
+
+    def leave_no_trace(self, *, overflowed: bool) -> None:
+        """End a refused window: gradients cleared, buffers put back, the scaler told."""
+        self._clear_gradients()
+        self.buffers.restore()
+        self.scaling.give_up(overflowed=overflowed)
 
     def _clear_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self.model.zero_grad(set_to_none=True)
 
+    def advance_schedule(self) -> None:
+        """The schedule moves once per optimizer step taken."""
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def record(self, verdict: Verdict, lr: float, scale: float | None) -> StepLog:
+        """Count the attempt and keep its row."""
+        self.counters.step += 1
+        skipped = verdict.reason is not None
+        row = StepLog(
+            self.counters.step, lr, verdict.pre_clip, verdict.post_clip, verdict.loss, scale, skipped, verdict.reason
+        )
+        self.log.append(row)
+        if skipped:
+            self.skip_count += 1
+            self.skip_log.append(SkipLog.from_row(row))
+        else:
+            self.counters.accept(verdict.loss)
+        if self.keep_rows is not None:
+            del self.log[: -self.keep_rows], self.skip_log[: -self.keep_rows]
+        self._alert.see(row.step, row.skipped)
+        return row
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the first parameter group."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
     @property
     def scaler(self) -> torch.amp.GradScaler:
         """The GradScaler, disabled where ``amp_dtype`` is not float16."""
-        return self._scaling.scaler
+        return self.scaling.scaler
 
     @property
     def scale(self) -> float | None:
         """The loss scaling factor that the next step will use; None without a scaler."""
-        return self._scaling.factor
+        return self.scaling.factor
 
     # --- state ------------------------------------------------------------------------------------------------
 
@@ -299,7 +290,7 @@ class AmpTrainState:
         """
         return {
             "optimizer": self.optimizer.state_dict(),
-            "scaler": self._scaling.state_dict(),
+            "scaler": self.scaling.state_dict(),
             "scheduler": self.scheduler.state_dict() if self.scheduler is not None else None,
             "counters": self.counters.to_dict(),
             "skip_count": self.skip_count,
@@ -321,14 +312,10 @@ class AmpTrainState:
         if (state["scheduler"] is None) != (self.scheduler is None):
             there, here = ("without", "with") if state["scheduler"] is None else ("with", "without")
             raise ValueError(f"state was saved {there} a scheduler, and this AmpTrainState is {here} one")
-        counters = TrainState.from_dict(state["counters"])
+        TrainState.from_dict(state["counters"])  # refuses before anything is changed
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
-        self._scaling.load_state_dict(state["scaler"])
-        self.counters = counters
+        self.scaling.load_state_dict(state["scaler"])
+        self.counters.load_dict(state["counters"])
         self.skip_count = state["skip_count"]
-
-
-def _default_loss(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output, target) if target.is_floating_point() else F.cross_entropy(output, target)

@@ -46,9 +46,17 @@ class BufferKeeper:
         self._live = live
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Put back the kept values, and the kept tensor itself where the model has replaced it by another."""
+    def restore(self, where: Tensor | None = None) -> None:
+        """Put back the kept values, and the kept tensor itself where the model has replaced it by another.
+
+        Args:
+            where: a 0-dim bool tensor on the device: put back only if it is True, decided there, unread by the host.
+        """
         for (module, name), buffer, copy in zip(self._owners, self._live, self._copies, strict=True):
-            buffer.copy_(copy)
-            if module._buffers.get(name) is not buffer:
+            now = module._buffers.get(name)
+            if where is None or now is None or now.shape != copy.shape:
+                buffer.copy_(copy)
+            else:
+                buffer.copy_(torch.where(where, copy, now))
+            if now is not buffer:
                 module._buffers[name] = buffer

@@ -9,7 +9,8 @@ Source: Pascanu et al. 2013, "On the difficulty of training recurrent neural net
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -28,46 +29,54 @@ SMALLEST_FACTOR = 1e-30
 Params = Tensor | nn.Module | Iterable[Tensor]
 
 
-def gradients_of(params: Params) -> list[Tensor]:
-    """The dense gradients of ``params``: a module, one tensor, or an iterable of parameters."""
+def params_with_grad(params: Params) -> list[Tensor]:
+    """Those of ``params`` (a module, one tensor, or an iterable) that have a dense gradient with something in it."""
     if isinstance(params, nn.Module):
         params = params.parameters()
     elif isinstance(params, Tensor):
         params = [params]
-    grads = [p.grad for p in params if p.grad is not None and p.grad.numel() > 0]
-    for grad in grads:
-        if grad.is_sparse:
+    held = [p for p in params if p.grad is not None and p.grad.numel() > 0]
+    for param in held:
+        if param.grad is not None and param.grad.is_sparse:
             raise ValueError(
-                f"sparse gradient of shape {tuple(grad.shape)}: the guard reads dense ones; use sparse=False"
+                f"sparse gradient of shape {tuple(param.shape)}: the guard reads dense ones; use sparse=False"
             )
-    return grads
+    return held
 
 
-def norms_of(grads: list[Tensor], order: float = 2.0) -> list[Tensor]:
-    """The norm of each gradient, as 0-dim float32 (or wider) tensors on their own devices, in one fused pass."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in grads:
-        groups.setdefault((grad.device, grad.dtype), []).append(grad)
-    norms: list[Tensor] = []
-    for (_, dtype), group in groups.items():
+def gradients_of(params: Params) -> list[Tensor]:
+    """The dense gradients of ``params``: a module, one tensor, or an iterable of parameters."""
+    return [p.grad for p in params_with_grad(params) if p.grad is not None]
+
+
+def norms_of(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
+    """The norm of each tensor, 0-dim float32 (or wider) on its own device, in one fused pass per device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        groups.setdefault((tensor.device, tensor.dtype), []).append(i)
+    norms: dict[int, Tensor] = {}
+    for (_, dtype), members in groups.items():
         # Half precision is summed in FP32: 60000 in four places has a norm that FP16 cannot hold.
         wide = torch.float32 if dtype.itemsize < 4 else None
-        norms.extend(torch._foreach_norm(group, order, wide))
-    return norms
+        norms.update(zip(members, torch._foreach_norm([tensors[i] for i in members], order, wide), strict=True))
+    return [norms[i] for i in range(len(tensors))]
 
 
-def global_norm_tensor(grads: list[Tensor]) -> Tensor:
-    """The global L2 norm as a 0-dim tensor, not yet read by the host; Inf where FP32 sums overflow."""
-    norms = norms_of(grads)
-    device = norms[0].device
-    return torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]))
+def gathered(values: Sequence[Tensor]) -> Tensor:
+    """0-dim tensors as one vector, on the first one's device, in a dtype that holds them all: one read for the host."""
+    wide = reduce(torch.promote_types, (v.dtype for v in values))
+    return torch.stack([v.to(values[0].device, wide) for v in values])
 
 
 def largest_magnitude(grads: list[Tensor]) -> float:
     """max|g| over all gradients; NaN or Inf where one is. Reads the host once."""
-    norms = norms_of(grads, math.inf)
-    device = norms[0].device
-    return float(torch.stack([n.to(device) for n in norms]).max().item())
+    return float(gathered(norms_of(grads, math.inf)).max().item())
+
+
+def all_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """A 0-dim bool tensor, not yet read by the host: whether no floating-point tensor holds a NaN or an Inf."""
+    floating = [t for t in tensors if t.is_floating_point() and t.numel() > 0]
+    return gathered(norms_of(floating, math.inf)).isfinite().all()
 
 
 def exact_norm(grads: list[Tensor], norm: float) -> float:
@@ -126,7 +135,7 @@ def clip_global_l2_norm(params: Params, max_norm: float = DEFAULT_MAX_NORM) -> t
     grads = gradients_of(params)
     if not grads:
         return 0.0, 0.0
-    norm = exact_norm(grads, float(global_norm_tensor(grads).item()))
+    norm = exact_norm(grads, float(torch.linalg.vector_norm(gathered(norms_of(grads))).item()))
     if not math.isfinite(norm):
         return norm, norm
     return norm, scale_to_norm(grads, norm, max_norm)

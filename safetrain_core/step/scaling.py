@@ -79,11 +79,19 @@ class LossScaling:
         # update(factor) ends the window without halving, and without counting it as good.
         self.scaler.update(factor)
         if overflowed:
-            state = self.scaler.state_dict()
-            halved = max(MIN_SCALE, factor * state["backoff_factor"])
             # Not torch's update(): that has no floor, and keeps the factor where the overflow was another rank's.
-            self.scaler.load_state_dict({**state, "scale": halved, "_growth_tracker": 0})
-            self._factor = None
+            self.put(max(MIN_SCALE, factor * self.scaler.get_backoff_factor()), good_in_a_row=0)
+
+    def put(self, factor: float, *, good_in_a_row: int) -> None:
+        """Set the factor and the growth counter; only for an enabled scaler."""
+        state = {**self.scaler.state_dict(), "scale": factor, "_growth_tracker": good_in_a_row}
+        self.scaler.load_state_dict(state)
+        self._factor, self._until_growth = factor, state["growth_interval"] - good_in_a_row
+
+    @property
+    def good_in_a_row(self) -> int:
+        """Good windows since the factor last changed."""
+        return 0 if self.factor is None else self.scaler.get_growth_interval() - self._until_growth
 
     def state_dict(self) -> dict[str, Any]:
         """The GradScaler's; empty when disabled."""

@@ -2,45 +2,110 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from ..records import BASE_COLUMNS
+from torch import Tensor, nn
 
-__all__ = ["CsvLog"]
+from ..records import BASE_COLUMNS, BLOCK_COLUMN
+
+__all__ = ["CsvLog", "block_columns", "blocks_of"]
 
 
 class CsvLog:
     """A CSV file that a spreadsheet or pandas opens as it is; each row is flushed when written.
 
     Args:
-        path: the file; missing folders are made.
+        path: the file; missing folders are made. A log that is there already, of a run that this one does not
+            continue or with other columns, is set aside as ``NAME.1.csv``, ``NAME.2.csv``, ...
         columns: its header, in order.
+        rotate: False = never set a log aside; a log that is in the way is an error that names the columns.
+        resume_after: continue the log of a run that is resumed from this step: a torn last line is trimmed, and rows
+            after that step are dropped, so that no step stands twice.
 
     Raises:
-        ValueError: the file is there already, or cannot be written; a row has a column that the header lacks.
+        ValueError: the file cannot be written, another process writes it, or it is in the way and ``rotate`` is off; a
+            row has a column that the header lacks.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     with CsvLog(folder + "/metrics.csv", ["step", "loss"]) as log:
-    ...         log.write({"step": 1, "loss": None})
-    ...     print(Path(folder, "metrics.csv").read_text().split())
-    ['step,loss', '1,']
+    ...     path = Path(folder, "metrics.csv")
+    ...     with CsvLog(path, ["step", "loss"]) as log:
+    ...         for step in (1, 2, 3):
+    ...             log.write({"step": step, "loss": None if step == 2 else 0.5})
+    ...     with CsvLog(path, ["step", "loss"], resume_after=2) as log:
+    ...         log.write({"step": 3, "loss": 0.25})
+    ...     print(path.read_text().split())
+    ['step,loss', '1,0.5', '2,', '3,0.25']
     """
 
-    def __init__(self, path: str | Path, columns: Sequence[str] = BASE_COLUMNS) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        columns: Sequence[str] = BASE_COLUMNS,
+        *,
+        rotate: bool = True,
+        resume_after: int | None = None,
+    ) -> None:
         self.path, self.columns = Path(path), tuple(columns)
         try:
-            if self.path.exists():
-                raise ValueError(f"csv log {self.path} is there already; move it away or name another")
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("x", encoding="utf-8", newline="")
+            self._file = self._open(rotate, resume_after)
         except OSError as error:
             raise ValueError(f"csv log {self.path} cannot be written: {error.strerror}; name another") from error
-        self._put(dict(zip(self.columns, self.columns, strict=True)))
+        if self._file.tell() == 0:
+            self._put(dict(zip(self.columns, self.columns, strict=True)))
+
+    def _open(self, rotate: bool, resume_after: int | None) -> IO[str]:
+        file = self.path.open("a+", encoding="utf-8", errors="surrogateescape", newline="")
+        try:
+            _lock(file, self.path)
+            file.seek(0)
+            header = file.readline()
+            if not header:
+                return file
+            there = next(csv.reader([header]), [])
+            if resume_after is not None and header.endswith("\n") and tuple(there) == self.columns:
+                file.truncate(self._end_of(file, len(header.encode(errors="surrogateescape")), resume_after))
+                file.seek(0, io.SEEK_END)
+                return file
+            if not rotate:
+                raise ValueError(self._in_the_way(there, resume_after))
+            self._set_aside()
+        except BaseException:
+            file.close()
+            raise
+        file.close()
+        return self._open(rotate, resume_after)
+
+    def _end_of(self, file: IO[str], end: int, last_step: int) -> int:
+        """Byte offset behind the last whole row whose step is at most ``last_step``; steps only rise."""
+        for line in file:
+            cells = next(csv.reader([line]), [])
+            if not line.endswith("\n") or len(cells) != len(self.columns) or not cells[0].isdigit():
+                break
+            if int(cells[0]) > last_step:
+                break
+            end += len(line.encode(errors="surrogateescape"))
+        return end
+
+    def _in_the_way(self, there: Sequence[str], resume_after: int | None) -> str:
+        if resume_after is None:
+            what = "holds a run already"
+        else:
+            gone, new = [c for c in there if c not in self.columns], [c for c in self.columns if c not in there]
+            what = f"has other columns (only there: {gone}, only now: {new})"
+        return f"csv log {self.path} {what}; move it away, or let csv_rotate_on_schema_change set it aside"
+
+    def _set_aside(self) -> None:
+        number = 1
+        while (aside := self.path.with_name(f"{self.path.stem}.{number}{self.path.suffix}")).exists():
+            number += 1
+        self.path.rename(aside)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row; a missing column or None is an empty cell, never 0."""
@@ -62,3 +127,70 @@ class CsvLog:
 
     def __exit__(self, *error: object) -> None:
         self._file.close()
+
+
+def _lock(file: IO[str], path: Path) -> None:
+    """One writer per log. Where the system has no advisory locks (Windows), nothing is checked."""
+    with contextlib.suppress(ImportError):
+        import fcntl
+
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"csv log {path} is being written by another process; name another") from None
+
+
+def blocks_of(model: nn.Module, given: Mapping[str, Any] | None = None) -> dict[str, list[Tensor]]:
+    """Block name -> its trainable weights: the model's top-level blocks, numbered layers apart.
+
+    Args:
+        given: names -> modules or lists of parameters, instead of the model's own.
+
+    >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))
+    >>> {name: len(weights) for name, weights in blocks_of(model).items()}
+    {'0': 2, '2': 2}
+    """
+    if given is None:
+        given = dict(_top_blocks(model))
+    made = {name: [p for p in _parameters(block) if p.requires_grad] for name, block in given.items()}
+    return {name: weights for name, weights in made.items() if weights}
+
+
+def _top_blocks(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    inner = getattr(model, "module", getattr(model, "_orig_mod", None))
+    if isinstance(inner, nn.Module):  # wrapped by DistributedDataParallel or torch.compile
+        yield from _top_blocks(inner)
+        return
+    for name, weight in model.named_parameters(recurse=False):
+        yield name, [weight]
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            yield from ((f"{name}.{part}", layer) for part, layer in child.named_children())
+        else:
+            yield name, child
+
+
+def _parameters(block: nn.Module | Iterable[Tensor]) -> list[Tensor]:
+    return list(block.parameters() if isinstance(block, nn.Module) else block)
+
+
+def block_columns(blocks: Iterable[str]) -> list[str]:
+    """The CSV columns of these blocks.
+
+    >>> block_columns(["tokens", "blocks.0"])
+    ['grad_norm_tokens', 'grad_norm_blocks.0']
+    """
+    return [BLOCK_COLUMN + name for name in blocks]
+
+
+def block_norms(blocks: Mapping[str, list[Tensor]], norm_of: Mapping[Tensor, float]) -> dict[str, float]:
+    """Column -> the block's gradient norm, out of the norms of its gradients: no second walk over them.
+
+    >>> a, b = nn.Parameter(), nn.Parameter()
+    >>> block_norms({"head": [a, b]}, {a: 3.0, b: 4.0})
+    {'grad_norm_head': 5.0}
+    """
+    return {
+        BLOCK_COLUMN + name: sum(norm_of[w] ** 2 for w in weights if w in norm_of) ** 0.5
+        for name, weights in blocks.items()
+    }

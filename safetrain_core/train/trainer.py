@@ -1,79 +1,43 @@
-"""SafeTrainer: the loop around the safe step. Windows, schedule, retries, validation, the log, and a clean stop."""
+"""SafeTrainer: the loop around the safe step. Windows, retries, safe states, validation, the log, and a clean stop."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
-import random
-import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sized
+from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..config import TrainConfig, shown
+from ..config import TrainConfig
 from ..distributed import is_main, world_size
-from ..errors import TrainingFailed
-from ..optim.schedule import make_schedule
-from ..records import StepLog, TrainState
-from ..step.amp import AmpTrainState, LossFn
-from ..step.scaling import MIN_SCALE
+from ..records import BASE_COLUMNS, GRADIENT_COLUMNS, StepLog
+from ..step.deferred import DeferredSteps, can_defer
+from ..step.window import LossFn
+from .cursor import Cursor, samples_in
+from .result import FitResult
+from .retries import Retries
+from .safe_state import SafeState
+from .setup import amp_from_config, refuse_what_is_not_there_yet, seed_everything
 from .signals import StopSignals
-from .telemetry import CsvLog
+from .telemetry import CsvLog, block_columns, block_norms, blocks_of
+from .validation import validate
 
-__all__ = ["ROWS_KEPT", "FitResult", "SafeTrainer"]
+__all__ = ["SafeTrainer"]
 
-#: Rows kept in memory; the CSV has them all.
-ROWS_KEPT = 1000
+#: Reasons after which the weights go back to the last safe state.
+ROLL_BACK = ("loss_jump", "non_finite_state")
 
-AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-
-#: Fields whose part has not landed yet. Asking for one is refused, rather than silently ignored.
-NOT_YET = [
-    "loss_weighting",
-    "scale_lr_with_batch",
-    "optimizer_class",
-    "nan_retry_reset_updates",
-    "nan_check_interval",
-    "loss_jump_factor",
-    "recompute_policy",
-    "checkpoint_every_seconds",
-    "async_save",
-    "enable_block_grad_norms",
-    "gpu_metrics_backend",
-    "nvml_device_index",
-    "gpu_temp_guard",
-    "switch_on_thermal",
-    "use_galore",
-]
+Hook = Callable[[int, nn.Module], None]
 
 
-@dataclass(slots=True)
-class FitResult:
-    """What a run reached.
+class Attempt(NamedTuple):
+    """What the log tells of an attempt besides its row."""
 
-    ``status`` is ``completed``, ``interrupted`` (with ``signal``), or ``failed`` (only as ``.result`` of the
-    exception). Losses are in the unit of the loss function; what was never measured is None.
-    """
-
-    status: str = "failed"
-    state: TrainState = field(default_factory=TrainState)
-    skips: int = 0
-    first_loss: float | None = None
-    last_loss: float | None = None
-    val_loss: float | None = None
-    signal: signal.Signals | None = None
-    rows: list[StepLog] = field(default_factory=list)
-
-    @property
-    def skip_rate(self) -> float:
-        """Skipped share of all attempts."""
-        return self.skips / self.state.step if self.state.step else 0.0
+    epoch: int
+    samples: int
+    seconds: float
+    gradients: dict[str, float]
 
 
 class SafeTrainer:
@@ -86,12 +50,16 @@ class SafeTrainer:
         val_loader: the same, for the validation loss; optional.
         loss_fn: ``loss_fn(model(inputs), targets) -> scalar``; see ``AmpTrainState`` for the default.
         on_row: called with each ``StepLog``, after it is on disk.
+        before_step: called before each attempt with ``(step, model)``; it may wait, or raise to end the run.
+        fault: for tests and lessons: called before each attempt with ``(step, model)``, to break something.
+        blocks: name -> module or parameters, for ``enable_block_grad_norms``; default: the model's top-level blocks.
 
     ``fit()`` seeds Python, NumPy and torch with ``config.seed``, so that two runs of one config are the same run.
 
     Raises:
         ValueError: a config that cannot be carried out, an empty loader, a model without trainable weights.
 
+    >>> import torch
     >>> data = [(torch.ones(4, 2), torch.zeros(4, 1))] * 3
     >>> result = SafeTrainer(nn.Linear(2, 1), TrainConfig(max_steps=5), data).fit()
     >>> result.status, result.state.updates, result.state.epoch
@@ -107,48 +75,30 @@ class SafeTrainer:
         loss_fn: LossFn | None = None,
         *,
         on_row: Callable[[StepLog], None] | None = None,
+        before_step: Hook | None = None,
+        fault: Hook | None = None,
+        blocks: Mapping[str, Any] | None = None,
     ) -> None:
-        for name in NOT_YET:
-            default = TrainConfig.model_fields[name].default
-            if getattr(config, name) != default:
-                asked = shown(getattr(config, name))
-                raise ValueError(f"{name}={asked} is not available in this version; leave it at {shown(default)}")
-        self.model, self.config = model, config
-        self.train_loader, self.val_loader = train_loader, val_loader
-        self.on_row = on_row
-        self.device = next((p.device for p in model.parameters() if p.requires_grad), torch.device("cpu"))
+        refuse_what_is_not_there_yet(config)
         batches = len(train_loader) if isinstance(train_loader, Sized) else None
-        if batches == 0:
-            raise ValueError("train_loader is empty (0 batches); give it at least one batch")
-        amp_dtype = AMP_DTYPES.get(config.amp_dtype or "") if config.use_amp else torch.float32
-        self.amp = AmpTrainState(
-            model,
-            config.learning_rate,
-            config.grad_clip_max_norm,
-            self.device.type,
-            config.weight_decay,
-            amp_dtype,
-            loss_fn=loss_fn,
-            inf_post_clip_threshold=config.inf_post_clip_threshold,
-            check_loss_before_backward=config.check_loss_before_backward,
-            skip_rate_alert=config.skip_rate_alert,
-            keep_rows=ROWS_KEPT,
-        )
-        total = config.scheduler_total_steps or config.max_steps
-        if total is None and batches is not None:
-            total = math.ceil(batches / config.gradient_accumulation_steps)
-        if total is None and config.scheduler_type != "constant":
-            raise ValueError(
-                f"scheduler_type={config.scheduler_type} needs a length, and train_loader has none; "
-                "set scheduler_total_steps or max_steps"
-            )
-        self.amp.scheduler = make_schedule(
-            self.amp.optimizer,
-            config.scheduler_type,
-            total_steps=total,
-            warmup_ratio=config.scheduler_warmup_ratio,
-        )
-        self.result = FitResult(state=self.amp.counters)
+        for name, loader in (("train_loader", train_loader), ("val_loader", val_loader)):
+            if isinstance(loader, Sized) and len(loader) == 0:
+                raise ValueError(f"{name} is empty (0 batches); give it at least one batch")
+        self.model, self.config, self.val_loader, self.on_row = model, config, val_loader, on_row
+        self.amp = amp_from_config(model, config, loss_fn, batches)
+        self.state = self.amp.counters
+        self.result = FitResult(state=self.state)
+        self._hooks = [hook for hook in (before_step, fault) if hook is not None]
+        self._cursor = Cursor(train_loader, config.gradient_accumulation_steps, self.amp.device, self.state)
+        self._retries = Retries(self.state, config.max_nan_retries, config.nan_retry_reset_updates)
+        self._blocks = blocks_of(model, blocks) if config.enable_block_grad_norms else {}
+
+        self._look_every = config.nan_check_interval
+        defers = self._look_every > 1 and world_size() == 1 and can_defer(self.amp.optimizer)
+        self._deferred = DeferredSteps(self.amp) if defers else None
+        needs_safe = self._look_every > 1 or config.loss_jump_factor is not None
+        self._safe = SafeState(self.amp) if needs_safe else None
+        self._waiting: list[Attempt] = []
 
     def fit(self) -> FitResult:
         """Run to ``max_steps`` updates, or one epoch if unset.
@@ -161,143 +111,141 @@ class SafeTrainer:
             ValueError: batches that are not pairs, or do not fit the model; a CSV that cannot be written.
         """
         config, result = self.config, self.result
-        random.seed(config.seed)
-        np.random.seed(config.seed % 2**32)
-        torch.manual_seed(config.seed)
+        seed_everything(config.seed)
         self.model.train()
         with contextlib.ExitStack() as stack:
-            csv = None
-            if config.csv_log_path is not None and is_main():
-                csv = stack.enter_context(CsvLog(config.csv_log_path))
+            csv = self._open_log(stack)
             stop = stack.enter_context(StopSignals())
-            for window in self._windows():
-                start = time.perf_counter()
-                row = self.amp.step_window(window)
-                seconds = time.perf_counter() - start
-                spent = self._spend_retry(row)
-                val_loss = self._validate_if_due(row)
-                self._log(row, window, seconds, val_loss, csv)
-                if spent is not None:
-                    raise spent
-                if stop.received is not None or result.state.updates == config.max_steps:
+            if self._safe is not None:
+                self._safe.capture()
+            for window in self._cursor.windows(epochs=1 if config.max_steps is None else None):
+                for hook in self._hooks:
+                    hook(self._next_step, self.model)
+                self._take_in(self._attempt(window), csv)
+                if stop.received is not None or self._reached(self.state.updates):
                     break
+            if self._deferred is not None:
+                self._take_in(self._deferred.look(), csv)
             result.signal = stop.received
         if self.val_loader is not None and result.signal is None:
             result.val_loss = self.validate()
         result.status = "completed" if result.signal is None else "interrupted"
         return result
 
-    def _windows(self) -> Iterator[list[tuple[Any, Any]]]:
-        """Windows of K micro-batches on the model's device; a window never spans two epochs."""
-        state = self.result.state
-        for epoch in itertools.count():
-            state.epoch, state.batch_in_epoch = epoch, 0
-            batches = iter(self.train_loader)
-            while window := list(itertools.islice(batches, self.config.gradient_accumulation_steps)):
-                state.batch_in_epoch += len(window)
-                yield [self._on_device(batch) for batch in window]
-            if state.batch_in_epoch == 0:
-                raise ValueError(f"train_loader is empty (0 batches) in epoch {epoch}; give it at least one batch")
-            if self.config.max_steps is None:
-                return
+    def _reached(self, updates: int) -> bool:
+        return self.config.max_steps is not None and updates >= self.config.max_steps
 
-    def _on_device(self, batch: Any) -> tuple[Any, Any]:
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            size = f" of {len(batch)}" if isinstance(batch, Sized) else ""
-            raise ValueError(f"a batch is a {type(batch).__name__}{size}, expected a pair (inputs, targets)")
-        inputs, targets = (x.to(self.device, non_blocking=True) if isinstance(x, Tensor) else x for x in batch)
-        return inputs, targets
+    @property
+    def _next_step(self) -> int:
+        return self.state.step + len(self._waiting) + 1
 
-    def _spend_retry(self, row: StepLog) -> TrainingFailed | None:
-        """Count a bad step; the failure to raise once its row is on disk, when no retry is left."""
-        # An FP16 overflow with a finite loss, while the scale can still fall, is the scaler doing its work.
-        at_work = row.skip_reason == "non_finite_grad" and row.scale is not None and row.scale > MIN_SCALE
-        if not row.skipped or at_work:
+    def _open_log(self, stack: contextlib.ExitStack) -> CsvLog | None:
+        path = self.config.csv_log_path
+        if path is None or not is_main():
             return None
-        state, limit = self.result.state, self.config.max_nan_retries
-        if state.retries < limit:
-            state.retries += 1
-            return None
-        values = {"loss": row.loss, "pre_clip": row.pre_clip, "post_clip": row.post_clip}
-        seen = ", ".join(f"{name}={value:.6g}" for name, value in values.items() if value is not None)
-        return TrainingFailed(
-            f"{seen} at step {row.step} ({row.skip_reason}), {state.retries} of {limit} retries used; "
-            "no checkpoint was saved; lower the learning rate or look at the data of that step",
-            step=row.step,
-            reason=str(row.skip_reason),
-            values=values,
-            result=self.result,
-        )
+        columns = [*BASE_COLUMNS, *GRADIENT_COLUMNS, *block_columns(self._blocks)]
+        return stack.enter_context(CsvLog(path, columns, rotate=self.config.csv_rotate_on_schema_change))
 
-    def _log(
-        self,
-        row: StepLog,
-        window: list[tuple[Any, Any]],
-        seconds: float,
-        val_loss: float | None,
-        csv: CsvLog | None,
-    ) -> None:
-        result = self.result
-        result.skips, result.rows = self.amp.skip_count, self.amp.log
-        if not row.skipped:
-            result.first_loss = row.loss if result.first_loss is None else result.first_loss
-            result.last_loss = row.loss
-        if csv is not None:
-            samples = world_size() * sum(_samples(targets) for _, targets in window)
-            csv.write(
-                {
-                    "step": row.step,
-                    "updates": result.state.updates,
-                    "epoch": result.state.epoch,
-                    "loss": row.loss,
-                    "learning_rate": row.lr,
-                    "gradient_norm": row.pre_clip,
-                    "gradient_norm_clipped": row.post_clip,
-                    "scaler_scale": row.scale,
-                    "skipped": row.skipped,
-                    "skip_reason": row.skip_reason,
-                    "retries": result.state.retries,
-                    "effective_batch_size": samples,
-                    "step_time_ms": round(1000 * seconds, 3),
-                    "samples_per_s": round(samples / seconds, 3),
-                    "val_loss": val_loss,
-                }
-            )
-        if self.on_row is not None:
-            self.on_row(row)
+    def _attempt(self, window: list[tuple[Any, Any]]) -> list[StepLog]:
+        """Attempt one step; the rows that are known now: its own, none yet, or all since the last look."""
+        start, epoch, step = time.perf_counter(), self.state.epoch, self._next_step
+        rows: list[StepLog] = []
+        gradients: dict[str, float] = {}
+        if self._deferred is not None:
+            self._deferred.attempt(window)
+            pending = len(self._deferred)
+            if pending == self._look_every or self._reached(self.state.updates + pending):
+                rows = self._deferred.look()
+        else:
+            light = step % self.config.gradient_log_interval == 0
+            heavy = bool(self._blocks) and step % self.config.telemetry_log_interval == 0
+            examine = self._look_every > 1 and step % self._look_every == 0
+            rows = [self.amp.step_window(window, detail=light or heavy, examine=examine)]
+            gradients = self._gradient_cells(light, heavy)
+        samples = world_size() * sum(samples_in(targets) for _, targets in window)
+        self._waiting.append(Attempt(epoch, samples, time.perf_counter() - start, gradients))
+        return rows
 
-    def _validate_if_due(self, row: StepLog) -> float | None:
+    def _gradient_cells(self, light: bool, heavy: bool) -> dict[str, float]:
+        detail = self.amp.detail
+        if detail is None:
+            return {}
+        cells = {"gradient_max_abs": detail.max_abs, "gradient_rms": detail.rms} if light else {}
+        return cells | (block_norms(self._blocks, detail.norm_of) if heavy else {})
+
+    def _take_in(self, rows: list[StepLog], csv: CsvLog | None) -> None:
+        """Validate where due, log the rows, spend retries; then go back to the safe state, or keep a new one."""
+        if not rows:
+            return
+        updates = before = self.state.updates - sum(not row.skipped for row in rows)
+        back = any(row.skip_reason in ROLL_BACK for row in rows)
+        # Weights found poisoned at a look are one fault, however many rows they have spoilt.
+        poisoned = rows[-1].skip_reason == "non_finite_state"
+        val_loss = None if back else self._validate_if_due(before)
+        failure = None
+        for row, attempt in zip(rows, self._waiting, strict=True):
+            last = row is rows[-1]
+            updates += not row.skipped
+            if not poisoned or last:
+                failure = failure or self._retries.spend(row)
+            self.result.see(row)
+            if csv is not None:
+                csv.write(self._cells(row, attempt, updates, val_loss if last else None))
+            if self.on_row is not None:
+                self.on_row(row)
+        self._waiting = []
+        self.result.skips, self.result.rows = self.amp.skip_count, self.amp.log
+        if failure is not None:
+            failure.result = self.result
+            raise failure
+        self._go_back_or_keep(back, before)
+
+    def _cells(self, row: StepLog, attempt: Attempt, updates: int, val_loss: float | None) -> dict[str, Any]:
+        return {
+            "step": row.step,
+            "updates": updates,
+            "epoch": attempt.epoch,
+            "loss": row.loss,
+            "learning_rate": row.lr,
+            "gradient_norm": row.pre_clip,
+            "gradient_norm_clipped": row.post_clip,
+            "scaler_scale": row.scale,
+            "skipped": row.skipped,
+            "skip_reason": row.skip_reason,
+            "retries": self.state.retries,
+            "effective_batch_size": attempt.samples,
+            "step_time_ms": round(1000 * attempt.seconds, 3),
+            "samples_per_s": round(attempt.samples / attempt.seconds, 3),
+            "val_loss": val_loss,
+            **attempt.gradients,
+        }
+
+    def _go_back_or_keep(self, back: bool, updates_before: int) -> None:
+        """Back to the safe state; or a new one: at a good look, or every ``loss_jump_window`` updates at n = 1."""
+        if self._safe is None:
+            return
+        if back:
+            self._safe.restore()
+        elif self._look_every > 1:
+            if self.state.step % self._look_every == 0 or self._deferred is not None:
+                self._safe.capture()
+        elif _crossed(self.config.loss_jump_window, updates_before, self.state.updates):
+            self._safe.capture()
+
+    def _validate_if_due(self, updates_before: int) -> float | None:
         every = self.config.eval_every_n_steps
-        if self.val_loader is None or every is None or row.skipped or self.result.state.updates % every:
+        if self.val_loader is None or every is None or not _crossed(every, updates_before, self.state.updates):
             return None
         self.result.val_loss = self.validate()
         return self.result.val_loss
 
-    @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss over ``val_loader`` in eval mode, batches weighted by their size; modes are put back as they were.
-
-        Raises:
-            ValueError: no ``val_loader``, or an empty one.
-        """
+        """Mean loss over ``val_loader`` in eval mode; ``ValueError`` where there is none."""
         if self.val_loader is None:
             raise ValueError("there is no val_loader to validate on; pass one to SafeTrainer")
-        modes = [(module, module.training) for module in self.model.modules()]
-        self.model.eval()
-        total, samples = torch.zeros((), device=self.device), 0
-        try:
-            for inputs, targets in map(self._on_device, self.val_loader):
-                total += self.amp.forward_loss(inputs, targets).float() * _samples(targets)
-                samples += _samples(targets)
-        finally:
-            for module, mode in modes:
-                module.training = mode
-        if samples == 0:
-            raise ValueError("val_loader is empty (0 batches); give it at least one batch")
-        return float(total.item()) / samples
+        return validate(self.amp, self.val_loader)
 
 
-def _samples(targets: Any) -> int:
-    return (
-        len(targets) if isinstance(targets, Sized) and not (isinstance(targets, Tensor) and targets.dim() == 0) else 1
-    )
+def _crossed(every: int, before: int, now: int) -> bool:
+    """Whether a multiple of ``every`` lies in (before, now]."""
+    return now // every > before // every

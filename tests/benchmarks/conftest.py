@@ -25,9 +25,7 @@ def pytest_terminal_summary(terminalreporter):
         return
     write = terminalreporter.write_line
     write("")
-    write(
-        f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, {torch.get_num_threads()} threads"
-    )
+    write(f"torch {torch.__version__}, {torch.get_num_threads()} threads, Python {platform.python_version()}")
     width = max(len(row[0]) for row in ROWS)
     for what, value, sign, target in ROWS:
         holds = value <= target if sign == "<=" else value >= target

@@ -288,7 +288,7 @@ def test_an_exception_in_mid_window_ends_the_window_and_the_next_step_works():
     state = AmpTrainState(model, amp_dtype=torch.float16)
     state.step(X, Y)
     before = snapshot(state)
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+    with pytest.raises(ValueError, match=r"shapes \(3, 5\) and \(8, 2\) does not fit"):
         state.step_window([(X, Y), (torch.zeros(3, 5), Y)])
     assert_same(snapshot(state), before)
     assert not state.step(X, Y).skipped
@@ -357,6 +357,54 @@ def test_post_clip_guard_fires_below_the_clip_norm():
     model = nn.Linear(1, 1, bias=False)
     state = AmpTrainState(model, amp_dtype=torch.float32, inf_post_clip_threshold=0.5)
     assert state.step(torch.full((1, 1), 100.0), torch.full((1, 1), -9.0)).skip_reason == "post_clip_explosion"
+
+
+# --- loss jump and detail ------------------------------------------------------------------------------------
+
+
+@BOTH_WAYS
+def test_a_loss_three_times_the_median_is_refused_where_the_factor_is_two(check):
+    state = AmpTrainState(
+        small_model(),
+        1e-6,
+        amp_dtype=torch.float32,
+        loss_fn=lambda out, y: (out * 0).sum() + y.mean(),
+        check_loss_before_backward=check,
+        loss_jump_factor=2.0,
+        loss_jump_window=3,
+    )
+    targets = [1.0, 5.0, 1.0, 1.9, 1.95, 6.0, 3.7, float("nan")]
+    rows = [state.step(X, torch.full((8, 2), t)) for t in targets]
+    assert [row.skip_reason for row in rows] == [None] * 5 + ["loss_jump", None, "non_finite_loss"]
+    assert rows[5].loss == 6.0
+    assert state.counters.losses == pytest.approx([1.0, 5.0, 1.0, 1.9, 1.95, 3.7])
+
+
+def test_a_median_of_zero_or_less_is_no_limit():
+    state = AmpTrainState(
+        small_model(),
+        amp_dtype=torch.float32,
+        loss_fn=lambda out, y: (out * 0).sum() + y.mean(),
+        loss_jump_factor=2.0,
+        loss_jump_window=2,
+    )
+    assert not any(state.step(X, torch.full((8, 2), t)).skipped for t in (-1.0, -1.0, 50.0))
+
+
+def test_detail_is_the_gradients_before_the_clip_at_no_further_read():
+    state = AmpTrainState(small_model(), amp_dtype=torch.float32, max_norm=0.01)
+    state.step_window([(X, Y)])
+    assert state.detail is None
+    reference = copy.deepcopy(state.model)
+    row = state.step_window([(X, Y)], detail=True)
+    nn.functional.mse_loss(reference(X), Y).backward()
+    grads = [p.grad for p in reference.parameters()]
+    flat = torch.cat([g.flatten() for g in grads])
+    assert list(state.detail.norm_of.values()) == pytest.approx([g.norm().item() for g in grads], rel=1e-5)
+    assert list(state.detail.norm_of) == list(state.model.parameters())
+    assert state.detail.max_abs == pytest.approx(flat.abs().max().item(), rel=1e-6)
+    assert state.detail.rms == pytest.approx(flat.pow(2).mean().sqrt().item(), rel=1e-5)
+    assert row.pre_clip > row.post_clip
 
 
 # --- skip rate -----------------------------------------------------------------------------------------------

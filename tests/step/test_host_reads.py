@@ -58,7 +58,7 @@ def test_a_norm_below_the_threshold_is_one_pass_and_one_above_is_two():
 def test_the_post_clip_guard_costs_a_pass_only_where_it_could_fire():
     for max_norm, threshold, passes in ((1.0, 10.0, 1), (0.0, 1e9, 1), (0.0, 1e-3, 2)):
         made = state(False, max_norm=max_norm, inf_post_clip_threshold=0)
-        made.inf_post_clip_threshold = threshold
+        made.limits = made.limits._replace(post_clip=threshold)
         with Watch(made.optimizer) as watch:
             made.step(X, Y)
         assert watch.ops["_foreach_norm"] == passes

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from safetrain_core import AmpTrainState, SafeTrainer, TrainConfig, TrainingFailed
+from safetrain_core.optim.build import build_optimizer
 from safetrain_core.optim.schedule import lr_factor
 
 
@@ -33,9 +34,11 @@ def test_the_run_equals_the_same_steps_by_hand():
     ours, hand = model(), model()
     loader = batches(10)
     result = fit(loader, net=ours, max_steps=8, learning_rate=0.05, scheduler_warmup_ratio=0.25)
-    state = AmpTrainState(hand, 0.05, amp_dtype=torch.float32)
+    optimizer = build_optimizer(hand, "adamw", lr=0.05, weight_decay=0.01)
+    state = AmpTrainState(hand, amp_dtype=torch.float32, optimizer=optimizer)
     for u in range(8):
-        state.optimizer.param_groups[0]["lr"] = 0.05 * lr_factor(u, "cosine", total_steps=8, warmup_ratio=0.25)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * lr_factor(u, "cosine", total_steps=8, warmup_ratio=0.25)
         assert state.step(*loader[u]) == result.rows[u]
     for a, b in zip(ours.parameters(), hand.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -156,7 +159,7 @@ def test_a_signal_ends_the_run_after_the_present_step(number):
 
 
 def test_rows_in_memory_are_bounded_while_the_log_has_them_all(tmp_path, monkeypatch):
-    monkeypatch.setattr("safetrain_core.train.trainer.ROWS_KEPT", 7)
+    monkeypatch.setattr("safetrain_core.train.setup.ROWS_KEPT", 7)
     log = tmp_path / "m.csv"
     result = fit(batches(20), csv_log_path=str(log))
     assert [row.step for row in result.rows] == list(range(14, 21))
@@ -176,7 +179,9 @@ def test_rows_in_memory_are_bounded_while_the_log_has_them_all(tmp_path, monkeyp
             {"gpu_temp_guard": True},
             "gpu_temp_guard=true is not available in this version; leave it at false",
         ),
-        (batches(1), {"optimizer_class": "muon"}, "optimizer_class=muon is not available"),
+        (batches(1), {"use_galore": True}, "use_galore=true is not available"),
+        ([(torch.zeros(4, 3), torch.zeros(4, 7))], {}, r"targets \(4, 7\); mse_loss would broadcast"),
+        ([(torch.zeros(4, 9), torch.zeros(4, 1))], {}, r"shapes \(4, 9\) and \(4, 1\) does not fit"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(loader, config, told):

@@ -1,0 +1,110 @@
+"""From a config to what steps: the optimizer, its schedule, and the safe step around them."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..config import TrainConfig, shown
+from ..distributed import world_size
+from ..optim.build import build_optimizer
+from ..optim.schedule import make_schedule
+from ..step.accumulate import scale_lr_with_batch
+from ..step.amp import AmpTrainState
+from ..step.window import LossFn
+
+__all__ = ["amp_from_config", "refuse_what_is_not_there_yet", "seed_everything"]
+
+AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+#: Rows kept in memory; the CSV has them all.
+ROWS_KEPT = 1000
+
+#: Fields whose part has not landed yet. Asking for one is refused, rather than silently ignored.
+NOT_YET = (
+    "recompute_policy",
+    "checkpoint_every_seconds",
+    "async_save",
+    "gpu_metrics_backend",
+    "nvml_device_index",
+    "gpu_temp_guard",
+    "switch_on_thermal",
+    "use_galore",
+)
+
+
+def refuse_what_is_not_there_yet(config: TrainConfig) -> None:
+    """``ValueError`` when the config asks for a part that this version lacks.
+
+    >>> refuse_what_is_not_there_yet(TrainConfig(use_galore=True))
+    Traceback (most recent call last):
+    ...
+    ValueError: use_galore=true is not available in this version; leave it at false
+    """
+    for name in NOT_YET:
+        asked, default = getattr(config, name), TrainConfig.model_fields[name].default
+        if asked != default:
+            raise ValueError(f"{name}={shown(asked)} is not available in this version; leave it at {shown(default)}")
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and torch, on every device.
+
+    >>> seed_everything(3); first = torch.rand(1)
+    >>> seed_everything(3); bool(torch.rand(1) == first)
+    True
+    """
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def amp_from_config(
+    model: nn.Module, config: TrainConfig, loss_fn: LossFn | None = None, batches_per_epoch: int | None = None
+) -> AmpTrainState:
+    """The safe step that ``config`` describes, for a model already on its device.
+
+    Args:
+        batches_per_epoch: length of the schedule where neither ``scheduler_total_steps`` nor ``max_steps`` is set.
+
+    Raises:
+        ValueError: a schedule without a length, an optimizer that cannot be built, a model that cannot be stepped.
+
+    >>> amp_from_config(nn.Linear(1, 1), TrainConfig(max_steps=10, scheduler_warmup_ratio=0.5)).lr
+    0.0002
+    """
+    device = next((p.device for p in model.parameters() if p.requires_grad), torch.device("cpu"))
+    lr = config.learning_rate
+    if config.scale_lr_with_batch:
+        lr = scale_lr_with_batch(lr, config.gradient_accumulation_steps, world_size())
+    optimizer = build_optimizer(model, config.optimizer_class, lr=lr, weight_decay=config.weight_decay)
+    total = config.scheduler_total_steps or config.max_steps
+    if total is None and batches_per_epoch is not None:
+        total = math.ceil(batches_per_epoch / config.gradient_accumulation_steps)
+    if total is None and config.scheduler_type != "constant":
+        raise ValueError(
+            f"scheduler_type={config.scheduler_type} needs a length, and train_loader has none; "
+            "set scheduler_total_steps or max_steps"
+        )
+    return AmpTrainState(
+        model,
+        max_norm=config.grad_clip_max_norm,
+        device_type=device.type,
+        amp_dtype=AMP_DTYPES.get(config.amp_dtype or "") if config.use_amp else torch.float32,
+        optimizer=optimizer,
+        scheduler=make_schedule(
+            optimizer, config.scheduler_type, total_steps=total, warmup_ratio=config.scheduler_warmup_ratio
+        ),
+        loss_fn=loss_fn,
+        inf_post_clip_threshold=config.inf_post_clip_threshold,
+        check_loss_before_backward=config.check_loss_before_backward,
+        loss_weighting=config.loss_weighting,
+        loss_jump_factor=config.loss_jump_factor,
+        loss_jump_window=config.loss_jump_window,
+        skip_rate_alert=config.skip_rate_alert,
+        keep_rows=ROWS_KEPT,
+    )

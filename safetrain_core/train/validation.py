@@ -1,0 +1,41 @@
+"""The validation loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..step.amp import AmpTrainState
+from .cursor import batch_to, samples_in
+
+__all__ = ["validate"]
+
+
+@torch.no_grad()
+def validate(amp: AmpTrainState, loader: Iterable[Any]) -> float:
+    """Mean loss over ``loader`` in eval mode, batches weighted by their size; modes are put back as they were.
+
+    Raises:
+        ValueError: no batch, or one that is not a pair.
+
+    >>> amp = AmpTrainState(torch.nn.Linear(1, 1))
+    >>> _ = torch.nn.init.zeros_(amp.model.weight), torch.nn.init.zeros_(amp.model.bias)
+    >>> validate(amp, [(torch.ones(3, 1), torch.ones(3, 1)), (torch.ones(1, 1), torch.zeros(1, 1))])
+    0.75
+    """
+    modes = [(module, module.training) for module in amp.model.modules()]
+    amp.model.eval()
+    total, samples = torch.zeros((), device=amp.device), 0
+    try:
+        for batch in loader:
+            inputs, targets = batch_to(amp.device, batch)
+            total += amp.passes.forward_loss(inputs, targets).float() * samples_in(targets)
+            samples += samples_in(targets)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    if samples == 0:
+        raise ValueError("val_loader is empty (0 batches); give it at least one batch")
+    return float(total.item()) / samples

@@ -1,0 +1,98 @@
+"""Optimizers by name."""
+
+import copy
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from safetrain_core import AmpTrainState, MiniGPT, MiniGPTConfig, next_token_loss
+from safetrain_core.config import TrainConfig, field_kind
+from safetrain_core.optim.build import OPTIMIZERS, OptimizerPair, build_optimizer
+from safetrain_core.optim.schedule import make_schedule
+
+IDS = torch.randint(0, 20, (4, 9), generator=torch.Generator().manual_seed(0))
+
+
+def gpt(tied=True):
+    torch.manual_seed(0)
+    return MiniGPT(MiniGPTConfig(vocab_size=20, context=8, layers=2, heads=2, width=16, tied=tied))
+
+
+def train(model, optimizer, steps=25):
+    state = AmpTrainState(model, amp_dtype=torch.float32, optimizer=optimizer, loss_fn=next_token_loss)
+    return [state.step(IDS[:, :-1], IDS[:, 1:]).loss for _ in range(steps)]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_optimizer_lowers_the_loss_and_resumes_bit_for_bit(name):
+    lr = {"sgd_momentum": 0.1, "adafactor": 0.05, "lion": 3e-3}.get(name, 5e-3)
+    model = gpt()
+    optimizer = build_optimizer(model, name, lr=lr, weight_decay=0.01)
+    losses = train(model, optimizer)
+    assert losses[-1] < 0.8 * losses[0]
+    again = gpt()
+    again.load_state_dict(model.state_dict())
+    resumed = build_optimizer(again, name, lr=lr, weight_decay=0.01)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert train(model, optimizer, 3) == train(again, resumed, 3)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_weight_decay_is_off_for_norms_and_biases_and_on_for_matrices(name):
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm((2, 4)), nn.Linear(4, 1))
+    optimizer = build_optimizer(model, name, lr=0.1, weight_decay=0.5)
+    decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
+    expected = {id(p): 0.5 if name in ("0.weight", "2.weight") else 0.0 for name, p in model.named_parameters()}
+    assert decay == expected
+
+
+def test_muon_takes_the_matrices_and_adamw_the_rest_behind_one_optimizer():
+    model = gpt(tied=False)
+    optimizer = build_optimizer(model, "muon", lr=0.01, weight_decay=0.1)
+    assert isinstance(optimizer, OptimizerPair)
+    muon, adamw = optimizer.inner
+    names = {id(p): name for name, p in model.named_parameters()}
+    in_muon = {names[id(p)] for g in muon.param_groups for p in g["params"]}
+    assert in_muon == {n for n, p in model.named_parameters() if p.dim() == 2 and n.split(".")[0] in ("blocks", "head")}
+    assert len(in_muon) + sum(len(g["params"]) for g in adamw.param_groups) == len(names)
+    schedule = make_schedule(optimizer, "cosine", total_steps=4)
+    train(model, optimizer, 1)
+    schedule.step()
+    assert {g["lr"] for g in (*muon.param_groups, *adamw.param_groups)} == {0.01 * (1 + 2**-0.5) / 2}
+
+
+def test_the_pair_equals_its_two_optimizers_by_themselves():
+    together, apart = gpt(), gpt()
+    pair = build_optimizer(together, "muon", lr=0.01, weight_decay=0.1)
+    inner = build_optimizer(apart, "muon", lr=0.01, weight_decay=0.1).inner
+    for _ in range(4):
+        for model, step in ((together, [pair]), (apart, inner)):
+            model.zero_grad()
+            next_token_loss(model(IDS[:, :-1]), IDS[:, 1:]).backward()
+            for optimizer in step:
+                optimizer.step()
+    for a, b in zip(together.parameters(), apart.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_name_that_is_unknown_or_cannot_be_had_is_refused(monkeypatch):
+    with pytest.raises(ValueError, match="choose one of adamw, adam, sgd_momentum, adafactor, muon, lion"):
+        build_optimizer(gpt(), "sgd", lr=0.1, weight_decay=0.0)
+    with pytest.raises(ValueError, match="no trainable parameter"):
+        build_optimizer(gpt().requires_grad_(False), "adamw", lr=0.1, weight_decay=0.0)
+    with pytest.raises(ValueError, match="needs a 2-D weight"):
+        build_optimizer(nn.LayerNorm(3), "muon", lr=0.1, weight_decay=0.0)
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ValueError, match=r"needs torch 2\.9"):
+        build_optimizer(gpt(), "muon", lr=0.1, weight_decay=0.0)
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    with pytest.raises(ValueError, match="needs the package pytorch-optimizer"):
+        build_optimizer(gpt(), "lion", lr=0.1, weight_decay=0.0)
+
+
+def test_the_configs_list_is_what_can_be_built():
+    choices, _, _ = field_kind("optimizer_class")
+    assert set(OPTIMIZERS) == set(choices)
+    assert TrainConfig().optimizer_class in OPTIMIZERS
