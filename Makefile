@@ -9,6 +9,9 @@ BIN     := $(VENV)/bin
 READY   := $(VENV)/.ready
 LESSONS := $(sort $(wildcard lessons/[0-9]*.py))
 
+# Idle OpenMP threads sleep instead of spinning: on a busy machine spinning makes torch crawl (5 s became 106 s).
+export OMP_WAIT_POLICY ?= PASSIVE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup lab lessons test check format lint types notebooks bench pins readme clean
 

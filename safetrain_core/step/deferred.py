@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..records import StepLog
 from .amp import AmpTrainState
-from .gradients import CLIP_EPS, all_finite, gathered, gradients_of, norms_of
+from .gradients import CLIP_EPS, all_finite, gathered, gradients_of, magnitudes_of, norms_of
 from .scaling import MIN_SCALE
 from .verdict import POST_CLIP_SLACK, Verdict
 from .window import checked_window
@@ -107,7 +107,7 @@ class DeferredSteps:
         losses_ok, norm_ok = gathered(losses).isfinite().all(), norm.isfinite()
         bad = ~(losses_ok & norm_ok)
         if limits.post_clip_can_fire:
-            bad |= ~(gathered(norms_of(grads, math.inf)).max() <= limits.post_clip * (1 + POST_CLIP_SLACK))
+            bad |= ~(magnitudes_of(grads).max() <= limits.post_clip * (1 + POST_CLIP_SLACK))
         scale = torch.ones_like(norm) if self._scaling is None else self._scaling[0]
         numbers = gathered([bad.to(norm.dtype), norm, scale, *losses])
         optimizer: Any = amp.optimizer

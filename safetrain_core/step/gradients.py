@@ -50,7 +50,7 @@ def gradients_of(params: Params) -> list[Tensor]:
 
 
 def norms_of(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
-    """The norm of each tensor, 0-dim float32 (or wider) on its own device, in one fused pass per device and dtype."""
+    """The L2 norm, or that of ``order``, of each tensor: 0-dim float32 or wider, a fused pass per device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for i, tensor in enumerate(tensors):
         groups.setdefault((tensor.device, tensor.dtype), []).append(i)
@@ -68,15 +68,23 @@ def gathered(values: Sequence[Tensor]) -> Tensor:
     return torch.stack([v.to(values[0].device, wide) for v in values])
 
 
+def magnitudes_of(tensors: Sequence[Tensor]) -> Tensor:
+    """max|x| of each tensor as one vector, not yet read by the host; NaN where one holds a NaN. One pass."""
+    if all(t.device.type == "cpu" and not t.is_complex() for t in tensors):
+        # A tenth of the time of the fused infinity norm, which is not vectorized on a CPU (tried, torch 2.13).
+        spans = [torch.aminmax(t) for t in tensors]
+        return torch.maximum(gathered([s.max for s in spans]), -gathered([s.min for s in spans]))
+    return gathered(norms_of(tensors, math.inf))
+
+
 def largest_magnitude(grads: list[Tensor]) -> float:
     """max|g| over all gradients; NaN or Inf where one is. Reads the host once."""
-    return float(gathered(norms_of(grads, math.inf)).max().item())
+    return float(magnitudes_of(grads).max().item())
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """A 0-dim bool tensor, not yet read by the host: whether no floating-point tensor holds a NaN or an Inf."""
-    floating = [t for t in tensors if t.is_floating_point() and t.numel() > 0]
-    return gathered(norms_of(floating, math.inf)).isfinite().all()
+    return magnitudes_of([t for t in tensors if t.is_floating_point() and t.numel() > 0]).isfinite().all()
 
 
 def exact_norm(grads: list[Tensor], norm: float) -> float:

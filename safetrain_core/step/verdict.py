@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .gradients import exact_norm, gathered, gradients_of, largest_magnitude, norms_of, scale_to_norm
+from .gradients import exact_norm, gathered, gradients_of, largest_magnitude, magnitudes_of, norms_of, scale_to_norm
 
 __all__ = ["POST_CLIP_SLACK", "GradientDetail", "Limits", "Verdict", "judge"]
 
@@ -81,7 +81,7 @@ def judge(
     late = [loss for loss in losses if isinstance(loss, Tensor)]
     asked = [torch.linalg.vector_norm(gathered(norms)), *late]
     if detail:
-        asked += [gathered(norms_of(grads, math.inf)).max(), *norms]
+        asked += [magnitudes_of(grads).max(), *norms]
     norm, *read = gathered(asked).tolist()  # the one host read of a step, outside the optimizer's own
     values = iter(read)
     seen = [next(values) if isinstance(loss, Tensor) else loss for loss in losses]

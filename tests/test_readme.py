@@ -1,0 +1,43 @@
+"""What the README shows is what happens."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_python_snippets_run_in_order_and_print_what_they_say(tmp_path):
+    snippets = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert len(snippets) == 3
+    done = subprocess.run([sys.executable, "-c", "\n".join(snippets)], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, last = done.stdout.splitlines()
+    assert first.startswith("STEP step=  1 lr=0.010000 pre_clip=")
+    assert last == "completed 6 0.0"
+
+
+def test_the_commands_of_the_command_line_section_are_accepted(tmp_path):
+    commands = re.findall(r"^safetrain (train .*?)(?:  +#.*)?$", README, flags=re.MULTILINE)
+    assert len(commands) == 3
+    (tmp_path / "my.txt").write_text("some text " * 200)
+    (tmp_path / "run.yaml").write_text("batch_size: 4\n")
+    for command in commands:
+        argv = [sys.executable, "-m", "safetrain_core", *command.split(), "--print-config"]
+        done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!http)([^)#]+)\)", README))))
+def test_each_relative_link_leads_to_a_file(link):
+    assert (ROOT / link).exists()
+
+
+def test_each_make_target_named_exists():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"`make ([a-z]+)", README):
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE), target
