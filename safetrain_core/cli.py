@@ -62,6 +62,7 @@ def _parser() -> tuple[_Parser, _Parser]:
         metavar="FILE",
         help="UTF-8 text to train on, instead of the standard library's sources",
     )
+    run.add_argument("--resume", nargs="?", const="auto", metavar="PATH", help=argparse.SUPPRESS)
     run.add_argument("--config", type=Path, metavar="FILE", help="YAML file with config fields; flags win over it")
     run.add_argument("--print-config", action="store_true", help="print the config as YAML and stop")
     run.add_argument("--device", default="cpu", help="where to train: cpu, cuda, cuda:1, ...")
