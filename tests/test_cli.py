@@ -2,15 +2,12 @@
 
 import contextlib
 import csv
-import fcntl
 import os
-import pty
 import re
 import signal
 import struct
 import subprocess
 import sys
-import termios
 from pathlib import Path
 
 import pytest
@@ -226,6 +223,7 @@ def test_a_reader_that_leaves_early_causes_no_traceback(tmp_path, text):
 
 
 def test_a_progress_bar_is_shown_on_a_terminal_only(tmp_path, text):
+    fcntl, pty, termios = (pytest.importorskip(name) for name in ("fcntl", "pty", "termios"))
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
     argv = command("train", "--steps", 5, "--out", tmp_path / "r", "--corpus", text, *TINY)

@@ -74,7 +74,7 @@ class CsvLog:
                 file.seek(0, io.SEEK_END)
                 return file
             if not rotate:
-                raise ValueError(self._in_the_way(there, resume_after))
+                raise ValueError(self._in_the_way(tuple(there)))
             self._set_aside()
         except BaseException:
             file.close()
@@ -93,11 +93,10 @@ class CsvLog:
             end += len(line.encode(errors="surrogateescape"))
         return end
 
-    def _in_the_way(self, there: Sequence[str], resume_after: int | None) -> str:
-        if resume_after is None:
-            what = "holds a run already"
-        else:
-            gone, new = [c for c in there if c not in self.columns], [c for c in self.columns if c not in there]
+    def _in_the_way(self, there: tuple[str, ...]) -> str:
+        gone, new = [c for c in there if c not in self.columns], [c for c in self.columns if c not in there]
+        what = "holds a run already"
+        if there != self.columns:
             what = f"has other columns (only there: {gone}, only now: {new})"
         return f"csv log {self.path} {what}; move it away, or let csv_rotate_on_schema_change set it aside"
 

@@ -78,6 +78,8 @@ def test_with_rotation_off_a_log_in_the_way_is_an_error_that_names_the_columns_a
     before = path.read_text()
     with pytest.raises(ValueError, match=r"only there: \['loss'\], only now: \['val_loss'\]"):
         write(path, [3], ("step", "val_loss"), resume_after=2, rotate=False)
+    with pytest.raises(ValueError, match=r"has other columns \(only there: \[\], only now: \['new'\]\)"):
+        write(path, [3], ("step", "loss", "new"), rotate=False)
     with pytest.raises(ValueError, match="holds a run already"):
         write(path, [3], rotate=False)
     assert path.read_text() == before
