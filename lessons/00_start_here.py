@@ -162,7 +162,7 @@ show(
 # | 3 | The scaling factor is the same number in every row | the path that skips a step never reaches `scaler.update()` | end every window in `update()`, skipped or not | [lesson 01](01_clipping_amp.ipynb) |
 # | 4 | The logged norm is in the thousands and follows the scaling factor | the clip sees gradients that are still multiplied by it | `scaler.unscale_(optimizer)`, then the norm and the clip | [lesson 01](01_clipping_amp.ipynb) |
 # | 5 | SKIP rows by the hundred in each epoch | the values themselves do not fit float16; no factor can help | an alert above 5 % skipped; then better units, or bfloat16 | [lesson 01](01_clipping_amp.ipynb) |
-# | 6 | Accumulating over K micro-batches makes steps K times too large | each micro-batch's loss was used whole | divide each loss by K | lesson 02 (coming) |
+# | 6 | Accumulating over K micro-batches makes steps K times too large | each micro-batch's loss was used whole | divide each loss by K | [lesson 02](02_accumulation.ipynb) |
 # | 7 | The loss curve after a resume is not the one before it | the random number generators started afresh | save their state, and restore it last | lesson 03 (coming) |
 # | 8 | Out of memory in the forward pass, though the weights fit | every layer's activations wait for the backward pass | keep few of them and compute the rest again | lesson 05 (coming) |
 #
@@ -194,7 +194,7 @@ show(
 # | | Lesson | Question | Minutes |
 # |---|---|---|---|
 # | 01 | [Clipping and mixed precision](01_clipping_amp.ipynb) | How does one bad step end a run, and what stops it? | 35 |
-# | 02 | Gradient accumulation (coming) | When do K small batches equal a large one? | 30 |
+# | 02 | [Gradient accumulation](02_accumulation.ipynb) | When do K small batches equal a large one? | 30 |
 # | 03 | Checkpoint and resume (coming) | Is the resumed run the same run? | 30 |
 # | 04 | Sharded checkpoints (coming) | Which of many files can you trust after a crash? | 30 |
 # | 05 | Gradient checkpointing (coming) | What does memory cost in recomputation? | 30 |

@@ -27,7 +27,7 @@
 #
 # <!-- nav -->
 #
-# Previous: [Start here](00_start_here.ipynb) · Next: Gradient accumulation (coming)
+# Previous: [Start here](00_start_here.ipynb) · Next: [Gradient accumulation](02_accumulation.ipynb)
 #
 # <!-- /nav -->
 #

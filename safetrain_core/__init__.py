@@ -13,11 +13,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .checkpoint.atomic import atomic_save
+    from .checkpoint.rng import capture_rng_state, restore_rng_state
+    from .checkpoint.rolling import Checkpoints
+    from .checkpoint.single import CHECKPOINT_SCHEMA, load_checkpoint, save_checkpoint
     from .config import TrainConfig
     from .corpus import Corpus
     from .errors import CheckpointError, SafeTrainError, ThermalAbort, TrainingFailed
     from .minigpt import MiniGPT, MiniGPTConfig, next_token_loss
+    from .optim.build import build_optimizer
+    from .optim.schedule import make_schedule
     from .records import SKIP_REASONS, SkipLog, StepLog, TrainState, rolling_skip_rate
+    from .step.accumulate import (
+        effective_batch_size,
+        loss_scaled_for_accum,
+        no_sync_context,
+        scale_lr_with_batch,
+        train_one_optimizer_step,
+        windows,
+        zero_grads,
+    )
     from .step.amp import AmpTrainState
     from .step.gradients import DEFAULT_MAX_NORM, clip_global_l2_norm, has_non_finite_grad
     from .train.result import FitResult
@@ -26,7 +41,9 @@ if TYPE_CHECKING:
 #: Public name -> the module it lives in; a test compares it with the imports above.
 _HOME = {
     "AmpTrainState": "step.amp",
+    "CHECKPOINT_SCHEMA": "checkpoint.single",
     "CheckpointError": "errors",
+    "Checkpoints": "checkpoint.rolling",
     "Corpus": "corpus",
     "DEFAULT_MAX_NORM": "step.gradients",
     "FitResult": "train.result",
@@ -41,10 +58,24 @@ _HOME = {
     "TrainConfig": "config",
     "TrainState": "records",
     "TrainingFailed": "errors",
+    "atomic_save": "checkpoint.atomic",
+    "build_optimizer": "optim.build",
+    "capture_rng_state": "checkpoint.rng",
     "clip_global_l2_norm": "step.gradients",
+    "effective_batch_size": "step.accumulate",
     "has_non_finite_grad": "step.gradients",
+    "load_checkpoint": "checkpoint.single",
+    "loss_scaled_for_accum": "step.accumulate",
+    "make_schedule": "optim.schedule",
     "next_token_loss": "minigpt",
+    "no_sync_context": "step.accumulate",
+    "restore_rng_state": "checkpoint.rng",
     "rolling_skip_rate": "records",
+    "save_checkpoint": "checkpoint.single",
+    "scale_lr_with_batch": "step.accumulate",
+    "train_one_optimizer_step": "step.accumulate",
+    "windows": "step.accumulate",
+    "zero_grads": "step.accumulate",
 }
 
 __all__ = sorted(_HOME)

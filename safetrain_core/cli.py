@@ -1,6 +1,7 @@
 """The command line: flags and a YAML file become a config, a config becomes a run.
 
-Exit statuses: 0 done; 1 TrainingFailed or an error of the machine; 2 the user's mistake; 130 and 143 interrupted.
+Exit statuses: 0 done; 1 TrainingFailed, a broken checkpoint or an error of the machine; 2 the user's mistake; 130 and
+143 interrupted.
 torch is imported only once the arguments are found to be right, so that help and mistakes are answered at once.
 """
 
@@ -17,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from .errors import SafeTrainError
+
 if TYPE_CHECKING:
     from .config import TrainConfig
     from .records import StepLog
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 #: What a run leaves in its folder. A folder that has one of these holds a run.
-RUN_FILES = ("config.yaml", "metrics.csv")
+RUN_FILES = ("config.yaml", "metrics.csv", "final.pt", "best.json", "bad_windows.jsonl")
 
 EXIT_MISTAKE = 2
 
@@ -42,7 +45,15 @@ def _parser() -> tuple[_Parser, _Parser]:
 
     parser = _Parser(prog="safetrain", description="Train safely, and find out what went wrong.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"safetrain {__version__}")
-    verbs = parser.add_subparsers(dest="verb", metavar="train", required=True, parser_class=_Parser)
+    verbs = parser.add_subparsers(dest="verb", metavar="train|verify", required=True, parser_class=_Parser)
+    check = verbs.add_parser(
+        "verify",
+        help="say whether checkpoints are whole",
+        description="Say what a checkpoint file is, whether it is whole, and its step, schema and size; or all of a "
+        "folder's. Exit status 1 where one is not whole.",
+        allow_abbrev=False,
+    )
+    check.add_argument("path", type=Path, help="a checkpoint, or a folder with some")
     train = verbs.add_parser(
         "train",
         help="train a small GPT on text",
@@ -62,7 +73,13 @@ def _parser() -> tuple[_Parser, _Parser]:
         metavar="FILE",
         help="UTF-8 text to train on, instead of the standard library's sources",
     )
-    run.add_argument("--resume", nargs="?", const="auto", metavar="PATH", help=argparse.SUPPRESS)
+    run.add_argument(
+        "--resume",
+        nargs="?",
+        const="auto",
+        metavar="auto|PATH",
+        help="continue from the newest whole checkpoint in --out, or a fresh start where there is none; or from PATH",
+    )
     run.add_argument("--config", type=Path, metavar="FILE", help="YAML file with config fields; flags win over it")
     run.add_argument("--print-config", action="store_true", help="print the config as YAML and stop")
     run.add_argument("--device", default="cpu", help="where to train: cpu, cuda, cuda:1, ...")
@@ -135,7 +152,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         args = _parse(sys.argv[1:] if argv is None else argv)
-        return _train(args)
+        return _verify(args.path) if args.verb == "verify" else _train(args)
+    except SafeTrainError as error:
+        print(f"safetrain: {error}", file=sys.stderr)
+        return 1
     except ValueError as error:
         for line in str(error).splitlines():
             print(f"safetrain: {line}", file=sys.stderr)
@@ -155,12 +175,12 @@ def _train(args: argparse.Namespace) -> int:
     import yaml
 
     config = _config(args)
-    if args.resume is not None:
-        raise ValueError("--resume is not available in this version, which saves no checkpoints; start a new run")
     if args.print_config:
         print(yaml.safe_dump(config.model_dump(), sort_keys=False), end="")
         return 0
-    _claim_folder(args.out, args.overwrite)
+    if args.resume is not None and args.overwrite:
+        raise ValueError("--resume continues the run in --out and --overwrite replaces it; say one of them")
+    _claim_folder(args.out, args.overwrite or args.resume is not None)
     if config.csv_log_path is None:
         config = config.model_copy(update={"csv_log_path": str(args.out / "metrics.csv")})
     with _plain_warnings():
@@ -169,11 +189,31 @@ def _train(args: argparse.Namespace) -> int:
     return status
 
 
+def _verify(path: Path) -> int:
+    """Print a line per checkpoint; 1 where one is not whole."""
+    from .checkpoint.rolling import inspect
+
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; name a checkpoint or a folder with some")
+    files = sorted(path.glob("*.pt")) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"{path} holds no checkpoint (*.pt); name another folder")
+    whole = True
+    for file in files:
+        about, sound = inspect(file)
+        whole &= sound
+        print(f"{'whole ' if sound else 'BROKEN'} {file}: {about}")
+    return 0 if whole else 1
+
+
 def _claim_folder(out: Path, overwrite: bool) -> None:
     """Make ``out``, or refuse: it holds a run already, or cannot be written."""
     held = [name for name in RUN_FILES if (out / name).exists()]
     if held and not overwrite:
-        raise ValueError(f"--out {out} holds a run already ({held[0]}); add --overwrite to replace it, or name another")
+        raise ValueError(
+            f"--out {out} holds a run already ({held[0]}); add --resume to continue it, --overwrite to replace it, "
+            "or name another"
+        )
     try:
         out.mkdir(parents=True, exist_ok=True)
         probe = out / f".safetrain-{os.getpid()}"
@@ -188,6 +228,8 @@ def _fit(args: argparse.Namespace, config: TrainConfig, as_yaml: str) -> tuple[i
     import torch
     from torch.utils.data import DataLoader
 
+    from .checkpoint.atomic import atomic_save, atomic_write_text
+    from .checkpoint.single import model_state
     from .corpus import Corpus
     from .errors import TrainingFailed
     from .minigpt import MiniGPT, MiniGPTConfig, next_token_loss
@@ -206,21 +248,31 @@ def _fit(args: argparse.Namespace, config: TrainConfig, as_yaml: str) -> tuple[i
     train = DataLoader(corpus.train, config.batch_size, shuffle=True)
     with _row_printer(config.max_steps) as show:
         trainer = SafeTrainer(
-            model, config, train, DataLoader(corpus.val, config.batch_size), next_token_loss, on_row=show
+            model,
+            config,
+            train,
+            DataLoader(corpus.val, config.batch_size),
+            next_token_loss,
+            on_row=show,
+            checkpoint_dir=args.out,
         )
-        for name in RUN_FILES:
-            (args.out / name).unlink(missing_ok=True)
-        (args.out / "config.yaml").write_text(as_yaml, encoding="utf-8")
         weights = sum(p.numel() for p in model.parameters())
-        print(
-            f"MiniGPT with {weights:,} weights on {device}, {len(corpus.train):,} sequences of {size.context}",
-            flush=True,
-        )
+        about = f"MiniGPT with {weights:,} weights on {device}, {len(corpus.train):,} sequences of {size.context}"
+        if args.resume is not None:
+            found = trainer.resume(None if args.resume == "auto" else args.resume)
+            about += "\n" + (f"resumed from step {trainer.state.step}: {found}" if found else "starting fresh")
+        else:
+            for path in [*(args.out / name for name in RUN_FILES), *args.out.glob("step_*.pt")]:
+                path.unlink(missing_ok=True)
+        atomic_write_text(as_yaml, args.out / "config.yaml")
+        print(about, flush=True)
         try:
             result = trainer.fit()
         except TrainingFailed as failure:
             print(f"safetrain: {failure}", file=sys.stderr)
             return 1, failure.result
+    if result.status == "completed":
+        atomic_save(model_state(model), args.out / "final.pt")
     return (0 if result.signal is None else 128 + result.signal), result
 
 

@@ -103,8 +103,7 @@ def test_the_run_folder_holds_the_config_that_was_used(tmp_path, text):
         (["--device", "cuda:99"], "--device cuda:99 is not available"),
         (["--device", "gpu"], "--device gpu is not available"),
         (["--gpu-temp-guard"], "gpu_temp_guard=true is not available"),
-        (["--resume"], "--resume is not available in this version"),
-        (["--resume", "runs/a"], "--resume is not available in this version"),
+        (["--resume", "--overwrite"], "say one of them"),
         (["extra"], "unknown argument extra"),
     ],
 )

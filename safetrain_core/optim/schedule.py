@@ -7,7 +7,7 @@ import math
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-__all__ = ["SCHEDULES", "lr_factor", "make_schedule"]
+__all__ = ["SCHEDULES", "Schedule", "lr_factor", "make_schedule"]
 
 #: The schedules there are.
 SCHEDULES = ("cosine", "constant", "linear_warmup_then_constant")
@@ -49,6 +49,20 @@ def lr_factor(updates: int, kind: str, *, total_steps: int | None = None, warmup
     return (1 + math.cos(math.pi * (u - warmup) / max(1, total_steps - warmup))) / 2
 
 
+class Schedule:
+    """``lr_factor`` with its knobs held: an object, so that a checkpoint holds them and another schedule is noticed.
+
+    >>> Schedule("cosine", total_steps=4)(2)
+    0.5
+    """
+
+    def __init__(self, kind: str, *, total_steps: int | None = None, warmup_ratio: float = 0.0) -> None:
+        self.kind, self.total_steps, self.warmup_ratio = kind, total_steps, warmup_ratio
+
+    def __call__(self, updates: int) -> float:
+        return lr_factor(updates, self.kind, total_steps=self.total_steps, warmup_ratio=self.warmup_ratio)
+
+
 def make_schedule(
     optimizer: torch.optim.Optimizer, kind: str, *, total_steps: int | None = None, warmup_ratio: float = 0.0
 ) -> LambdaLR:
@@ -58,4 +72,4 @@ def make_schedule(
     >>> make_schedule(optimizer, "cosine", total_steps=8, warmup_ratio=0.5).get_last_lr()
     [0.025]
     """
-    return LambdaLR(optimizer, lambda u: lr_factor(u, kind, total_steps=total_steps, warmup_ratio=warmup_ratio))
+    return LambdaLR(optimizer, Schedule(kind, total_steps=total_steps, warmup_ratio=warmup_ratio))

@@ -93,6 +93,10 @@ class LossScaling:
         """Good windows since the factor last changed."""
         return 0 if self.factor is None else self.scaler.get_growth_interval() - self._until_growth
 
+    def forget(self) -> None:
+        """Read the factor anew: the GradScaler was loaded from outside."""
+        self._factor = None
+
     def state_dict(self) -> dict[str, Any]:
         """The GradScaler's; empty when disabled."""
         return self.scaler.state_dict()

@@ -1,14 +1,15 @@
-"""The data position of a run: which epoch, and how many batches of it are behind."""
+"""The data position of a run: which epoch, how many batches of it are behind, and how to be there again."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..checkpoint.rng import capture_rng_state, restore_rng_state
+from ..errors import CheckpointError
 from ..records import TrainState
 from ..step.accumulate import windows
 
@@ -20,31 +21,117 @@ class Cursor:
 
     A window never spans two epochs. A sampler with ``set_epoch`` is told each epoch, so that ranks shuffle alike.
 
+    ``state_dict`` and ``load_state_dict`` make a resumed run see each sample of the epoch exactly once. A loader with
+    a ``state_dict`` of its own (torchdata's StatefulDataLoader) is used as it is. Any other is started again from the
+    random states that its epoch began with, and its first batches are passed over; the present random states, and those
+    of the loader's own generators, are put back after that.
+
     >>> state = TrainState()
     >>> cursor = Cursor([(1, 2), (3, 4), (5, 6)], 2, torch.device("cpu"), state)
     >>> next(iter(cursor.windows(epochs=1))), state.batch_in_epoch
     ([(1, 2), (3, 4)], 2)
+    >>> again = Cursor(cursor.loader, 2, torch.device("cpu"), TrainState(batch_in_epoch=2))
+    >>> again.load_state_dict(cursor.state_dict())
+    >>> list(again.windows(epochs=1))
+    [[(5, 6)]]
     """
 
     def __init__(self, loader: Iterable[Any], accum_steps: int, device: torch.device, state: TrainState) -> None:
         self.loader, self.accum_steps, self.device, self.state = loader, accum_steps, device, state
+        self._epoch_start: dict[str, Any] | None = None
+        self._resume: dict[str, Any] | None = None
 
     def windows(self, epochs: int | None = None) -> Iterator[list[tuple[Any, Any]]]:
-        """The windows of ``epochs`` epochs, or without end.
+        """The windows from the present position to the end of ``epochs`` epochs, or without end.
 
         Raises:
             ValueError: an epoch without a batch, or a batch that is not a pair.
+            CheckpointError: the loader has fewer batches than are behind.
         """
-        for epoch in range(epochs) if epochs is not None else itertools.count():
-            self.state.epoch, self.state.batch_in_epoch = epoch, 0
-            set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
-            if set_epoch is not None:
-                set_epoch(epoch)
-            for window in windows(self.loader, self.accum_steps):
-                self.state.batch_in_epoch += len(window)
+        state = self.state
+        while epochs is None or state.epoch < epochs:
+            epoch = state.epoch
+            batches = self._begin_epoch()
+            for window in windows(batches, self.accum_steps):
+                state.batch_in_epoch += len(window)
                 yield [batch_to(self.device, batch) for batch in window]
-            if self.state.batch_in_epoch == 0:
-                raise ValueError(f"train_loader is empty (0 batches) in epoch {epoch}; give it at least one batch")
+            if state.epoch == epoch:
+                if state.batch_in_epoch == 0:
+                    raise ValueError(f"train_loader is empty (0 batches) in epoch {epoch}; give it at least one batch")
+                self._end_epoch()
+
+    def settle(self) -> None:
+        """Where the epoch's last batch is behind, stand at the beginning of the next one."""
+        if isinstance(self.loader, Sized) and self.state.batch_in_epoch == len(self.loader):
+            self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        self.state.epoch, self.state.batch_in_epoch = self.state.epoch + 1, 0
+        self._epoch_start = None
+
+    def _begin_epoch(self) -> Iterator[Any]:
+        set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(self.state.epoch)
+        resume, self._resume = self._resume, None
+        if resume is None or resume["epoch_start"] is None:
+            self._epoch_start = self._random_states()
+            return iter(self.loader)
+        now = self._random_states()
+        self._epoch_start = resume["epoch_start"]
+        if resume["stateful"] is not None:
+            return iter(self.loader)
+        self._put_random_states(resume["epoch_start"])
+        batches = iter(self.loader)
+        for behind in range(self.state.batch_in_epoch):
+            if next(batches, self) is self:
+                raise CheckpointError(
+                    f"train_loader ended after {behind} batches, but {self.state.batch_in_epoch} of this epoch are "
+                    "behind the checkpoint; resume with the data that it was trained on"
+                )
+        self._put_random_states(now)
+        return batches
+
+    def _generators(self) -> list[torch.Generator]:
+        sampler = getattr(self.loader, "sampler", None)
+        inner = getattr(getattr(self.loader, "batch_sampler", None), "sampler", None)
+        found = [getattr(owner, "generator", None) for owner in (self.loader, sampler, inner)]
+        return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
+
+    def _random_states(self) -> dict[str, Any]:
+        return {"rng": capture_rng_state(), "generators": [g.get_state() for g in self._generators()]}
+
+    def _put_random_states(self, states: dict[str, Any]) -> None:
+        restore_rng_state(states["rng"])
+        for generator, saved in zip(self._generators(), states["generators"], strict=True):
+            generator.set_state(saved)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain types and tensors; copies."""
+        stateful = getattr(self.loader, "state_dict", None)
+        return {
+            "epoch_start": self._epoch_start,
+            "generators": [g.get_state() for g in self._generators()],
+            "stateful": stateful() if stateful is not None and self._epoch_start is not None else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Stand where ``state_dict`` was taken; ``state.epoch`` and ``state.batch_in_epoch`` must say so too.
+
+        Raises:
+            CheckpointError: the loader has another number of generators of its own.
+        """
+        generators = self._generators()
+        if len(generators) != len(state["generators"]):
+            raise CheckpointError(
+                f"train_loader has {len(generators)} generators of its own, the checkpoint {len(state['generators'])}; "
+                "build the loader as it was built then"
+            )
+        for generator, saved in zip(generators, state["generators"], strict=True):
+            generator.set_state(saved)
+        if state["stateful"] is not None:
+            self.loader.load_state_dict(state["stateful"])  # type: ignore[attr-defined]
+        self._resume = state
 
 
 def batch_to(device: torch.device, batch: Any) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sized
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -15,6 +16,7 @@ from ..records import BASE_COLUMNS, GRADIENT_COLUMNS, StepLog
 from ..step.deferred import DeferredSteps, can_defer
 from ..step.window import LossFn
 from .cursor import Cursor, samples_in
+from .keeper import Keeper
 from .result import FitResult
 from .retries import Retries
 from .safe_state import SafeState
@@ -52,6 +54,9 @@ class SafeTrainer:
         on_row: called with each ``StepLog``, after it is on disk.
         before_step: called before each attempt with ``(step, model)``; it may wait, or raise to end the run.
         fault: for tests and lessons: called before each attempt with ``(step, model)``, to break something.
+        checkpoint_dir: folder for rolling and best checkpoints; None = none. ``resume()`` continues from them.
+            A loss jump then goes back to the newest one and replays the data from there without the bad window;
+            else it goes back to a copy in memory, and the data goes on.
         blocks: name -> module or parameters, for ``enable_block_grad_norms``; default: the model's top-level blocks.
 
     ``fit()`` seeds Python, NumPy and torch with ``config.seed``, so that two runs of one config are the same run.
@@ -77,6 +82,7 @@ class SafeTrainer:
         on_row: Callable[[StepLog], None] | None = None,
         before_step: Hook | None = None,
         fault: Hook | None = None,
+        checkpoint_dir: str | Path | None = None,
         blocks: Mapping[str, Any] | None = None,
     ) -> None:
         refuse_what_is_not_there_yet(config)
@@ -91,6 +97,11 @@ class SafeTrainer:
         self._hooks = [hook for hook in (before_step, fault) if hook is not None]
         self._cursor = Cursor(train_loader, config.gradient_accumulation_steps, self.amp.device, self.state)
         self._retries = Retries(self.state, config.max_nan_retries, config.nan_retry_reset_updates)
+        self._keeper: Keeper | None = None
+        if checkpoint_dir is not None:
+            self._keeper = Keeper(checkpoint_dir, config, self.amp, self._cursor, self._retries, self.result)
+            self._retries.newest_good = self._keeper.newest_good
+        self._resumed = self._continues = False
         self._blocks = blocks_of(model, blocks) if config.enable_block_grad_norms else {}
 
         self._look_every = config.nan_check_interval
@@ -99,6 +110,23 @@ class SafeTrainer:
         needs_safe = self._look_every > 1 or config.loss_jump_factor is not None
         self._safe = SafeState(self.amp) if needs_safe else None
         self._waiting: list[Attempt] = []
+        self._stop = StopSignals()
+
+    def resume(self, path: str | Path | None = None) -> Path | None:
+        """Continue, in the ``fit()`` that follows, from ``path`` or the newest checkpoint that verifies.
+
+        Returns:
+            The checkpoint that was loaded; None where ``path`` is None and there is none: ``fit()`` starts fresh.
+
+        Raises:
+            ValueError: no ``checkpoint_dir``. CheckpointError: it cannot be trusted or does not fit.
+        """
+        if self._keeper is None:
+            raise ValueError("there is no checkpoint_dir to resume from; pass one to SafeTrainer")
+        found = self._keeper.resume(path)
+        self._resumed = found is not None
+        self._continues = True
+        return found
 
     def fit(self) -> FitResult:
         """Run to ``max_steps`` updates, or one epoch if unset.
@@ -111,26 +139,43 @@ class SafeTrainer:
             ValueError: batches that are not pairs, or do not fit the model; a CSV that cannot be written.
         """
         config, result = self.config, self.result
-        seed_everything(config.seed)
+        if not self._resumed:
+            seed_everything(config.seed)
         self.model.train()
         with contextlib.ExitStack() as stack:
             csv = self._open_log(stack)
-            stop = stack.enter_context(StopSignals())
+            stop = self._stop = stack.enter_context(StopSignals())
             if self._safe is not None:
                 self._safe.capture()
-            for window in self._cursor.windows(epochs=1 if config.max_steps is None else None):
-                for hook in self._hooks:
-                    hook(self._next_step, self.model)
-                self._take_in(self._attempt(window), csv)
-                if stop.received is not None or self._reached(self.state.updates):
-                    break
+            while not self._ended() and self._one_pass(csv):
+                pass
             if self._deferred is not None:
                 self._take_in(self._deferred.look(), csv)
+            if self.val_loader is not None and stop.received is None:
+                result.val_loss = self.validate()
+            if self._keeper is not None:
+                self._keeper.save()
+                self._keeper.checkpoints.wait()
             result.signal = stop.received
-        if self.val_loader is not None and result.signal is None:
-            result.val_loss = self.validate()
         result.status = "completed" if result.signal is None else "interrupted"
         return result
+
+    def _one_pass(self, csv: CsvLog | None) -> bool:
+        """Windows from the present data position on; True when a loss jump has put it back, and it is to begin anew."""
+        for window in self._cursor.windows(epochs=1 if self.config.max_steps is None else None):
+            start = (self.state.epoch, self.state.batch_in_epoch - len(window))
+            if self._keeper is not None and self._keeper.is_bad(start):
+                continue
+            for hook in self._hooks:
+                hook(self._next_step, self.model)
+            if self._take_in(self._attempt(window), csv, start):
+                return True
+            if self._ended():
+                return False
+        return False
+
+    def _ended(self) -> bool:
+        return self._stop.received is not None or self._reached(self.state.updates)
 
     def _reached(self, updates: int) -> bool:
         return self.config.max_steps is not None and updates >= self.config.max_steps
@@ -144,7 +189,14 @@ class SafeTrainer:
         if path is None or not is_main():
             return None
         columns = [*BASE_COLUMNS, *GRADIENT_COLUMNS, *block_columns(self._blocks)]
-        return stack.enter_context(CsvLog(path, columns, rotate=self.config.csv_rotate_on_schema_change))
+        return stack.enter_context(
+            CsvLog(
+                path,
+                columns,
+                rotate=self.config.csv_rotate_on_schema_change,
+                resume_after=self.state.step if self._continues else None,
+            )
+        )
 
     def _attempt(self, window: list[tuple[Any, Any]]) -> list[StepLog]:
         """Attempt one step; the rows that are known now: its own, none yet, or all since the last look."""
@@ -173,10 +225,13 @@ class SafeTrainer:
         cells = {"gradient_max_abs": detail.max_abs, "gradient_rms": detail.rms} if light else {}
         return cells | (block_norms(self._blocks, detail.norm_of) if heavy else {})
 
-    def _take_in(self, rows: list[StepLog], csv: CsvLog | None) -> None:
-        """Validate where due, log the rows, spend retries; then go back to the safe state, or keep a new one."""
+    def _take_in(self, rows: list[StepLog], csv: CsvLog | None, start: tuple[int, int] | None = None) -> bool:
+        """Validate where due, log the rows, spend retries; then go back to a safe state, or keep a new one.
+
+        True when the data position was put back too.
+        """
         if not rows:
-            return
+            return False
         updates = before = self.state.updates - sum(not row.skipped for row in rows)
         back = any(row.skip_reason in ROLL_BACK for row in rows)
         # Weights found poisoned at a look are one fault, however many rows they have spoilt.
@@ -198,7 +253,17 @@ class SafeTrainer:
         if failure is not None:
             failure.result = self.result
             raise failure
+        jumped = rows[-1].skip_reason == "loss_jump"
+        if jumped and self._keeper is not None and start is not None and self._keeper.roll_back(start):
+            return True
         self._go_back_or_keep(back, before)
+        self._cursor.settle()
+        if self._keeper is not None and not back:
+            if self._stop.save_requested:
+                self._stop.save_requested = False
+                self._keeper.save(val_loss)
+            self._keeper.save_if_due(val_loss)
+        return False
 
     def _cells(self, row: StepLog, attempt: Attempt, updates: int, val_loss: float | None) -> dict[str, Any]:
         return {
@@ -239,11 +304,11 @@ class SafeTrainer:
         self.result.val_loss = self.validate()
         return self.result.val_loss
 
-    def validate(self) -> float:
-        """Mean loss over ``val_loader`` in eval mode; ``ValueError`` where there is none."""
+    def validate(self) -> float | None:
+        """Mean loss over ``val_loader`` in eval mode, None if a signal ended it; ``ValueError`` without a loader."""
         if self.val_loader is None:
             raise ValueError("there is no val_loader to validate on; pass one to SafeTrainer")
-        return validate(self.amp, self.val_loader)
+        return validate(self.amp, self.val_loader, should_stop=lambda: self._stop.received is not None)
 
 
 def _crossed(every: int, before: int, now: int) -> bool:

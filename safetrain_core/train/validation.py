@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,8 +14,13 @@ __all__ = ["validate"]
 
 
 @torch.no_grad()
-def validate(amp: AmpTrainState, loader: Iterable[Any]) -> float:
+def validate(
+    amp: AmpTrainState, loader: Iterable[Any], *, should_stop: Callable[[], bool] = lambda: False
+) -> float | None:
     """Mean loss over ``loader`` in eval mode, batches weighted by their size; modes are put back as they were.
+
+    Args:
+        should_stop: asked before each batch; where it says so the answer is None, so that a signal is obeyed promptly.
 
     Raises:
         ValueError: no batch, or one that is not a pair.
@@ -30,6 +35,8 @@ def validate(amp: AmpTrainState, loader: Iterable[Any]) -> float:
     total, samples = torch.zeros((), device=amp.device), 0
     try:
         for batch in loader:
+            if should_stop():
+                return None
             inputs, targets = batch_to(amp.device, batch)
             total += amp.passes.forward_loss(inputs, targets).float() * samples_in(targets)
             samples += samples_in(targets)

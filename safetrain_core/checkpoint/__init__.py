@@ -1,0 +1,1 @@
+"""What survives a crash: atomic writes, random states, one-file checkpoints."""

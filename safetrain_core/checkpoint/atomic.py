@@ -1,0 +1,249 @@
+"""Writes that are whole or not there: a temporary beside the target, fsync, rename, fsync of the folder.
+
+A checkpoint's sha256 stands behind its zip archive, in the same file and so under the same rename. torch and zipfile
+read past it; torch itself checks nothing but the CRC-32 of each entry, and not even that for headers and padding.
+
+Source: Pillai et al. 2014, "All File Systems Are Not Created Equal", OSDI, on what a crash may leave of a rename.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pathlib
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+from ..errors import CheckpointError
+
+__all__ = ["TRAILER", "atomic_save", "atomic_write_bytes", "atomic_write_json", "atomic_write_text", "plain", "verify"]
+
+#: Behind the archive: this mark, 64 hexadecimal digits, a newline.
+TRAILER = b"\nsafetrain-sha256:"
+TRAILER_BYTES = len(TRAILER) + 64 + 1
+
+#: Chunks below this are hashed where they are written; above, in a thread beside the write.
+SMALL = 1 << 16
+CHUNK = 1 << 22
+
+StrPath = str | os.PathLike[str]
+
+
+@contextlib.contextmanager
+def atomic_open(path: StrPath) -> Iterator[IO[bytes]]:
+    """A file to write; it takes the place of ``path`` when the block ends well, and is removed when it does not.
+
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with contextlib.suppress(KeyError), atomic_open(folder + "/a.bin") as file:
+    ...         _ = file.write(b"half")
+    ...         raise KeyError
+    ...     os.listdir(folder)
+    []
+    """
+    target = pathlib.Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    try:
+        with open(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    sync_folder(target.parent)
+
+
+def _umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
+def sync_folder(folder: StrPath) -> None:
+    """Make renames and removals in ``folder`` durable. Windows has no such call, and needs none."""
+    if os.name == "nt":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def atomic_write_bytes(data: bytes, path: StrPath) -> str:
+    """Write ``data`` to ``path`` whole or not at all; returns its sha256.
+
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     digest = atomic_write_bytes(b"abc", folder + "/new/a.bin")
+    >>> digest[:8]
+    'ba7816bf'
+    """
+    with atomic_open(path) as file:
+        file.write(data)
+    return hashlib.sha256(data).hexdigest()
+
+
+def atomic_write_text(text: str, path: StrPath) -> str:
+    """``atomic_write_bytes`` of UTF-8 text.
+
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = atomic_write_text("läuft", folder + "/a.txt")
+    ...     print(pathlib.Path(folder, "a.txt").read_text(encoding="utf-8"))
+    läuft
+    """
+    return atomic_write_bytes(text.encode(), path)
+
+
+def atomic_write_json(value: Any, path: StrPath) -> str:
+    """``atomic_write_text`` of JSON with sorted keys; ``ValueError`` or ``TypeError`` before anything is written.
+
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = atomic_write_json({"b": 1, "a": None}, folder + "/a.json")
+    ...     print(pathlib.Path(folder, "a.json").read_text().split())
+    ['{', '"a":', 'null,', '"b":', '1', '}']
+    """
+    return atomic_write_text(json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n", path)
+
+
+class HashingWriter:
+    """A file object for ``torch.save``: what is written is hashed meanwhile, in a thread where that pays."""
+
+    def __init__(self, file: IO[bytes], pool: ThreadPoolExecutor) -> None:
+        self._file, self._pool, self._sum = file, pool, hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        """Write and hash one chunk; both are done when it returns, since the memory may be reused then."""
+        view = memoryview(data).cast("B")
+        if len(view) < SMALL:
+            self._sum.update(view)
+            return self._file.write(view)
+        waiting = self._pool.submit(self._sum.update, view)
+        try:
+            return self._file.write(view)
+        finally:
+            waiting.result()
+
+    def flush(self) -> None:
+        """As a file's."""
+        self._file.flush()
+
+    def hexdigest(self) -> str:
+        """The sha256 of all that was written."""
+        return self._sum.hexdigest()
+
+
+def atomic_save(payload: Any, path: StrPath) -> str:
+    """``torch.save`` that is whole or not there, with its sha256 in the same file. Returns that sha256.
+
+    No second copy of the payload is made. What ``torch.load(weights_only=True)`` could not read back is refused before
+    anything is written; NumPy scalars and paths are saved as Python numbers and strings.
+
+    Raises:
+        ValueError: the payload holds something that could not be read back; the message says where.
+        OSError: the disk is full, the folder cannot be written, ...; an older file at ``path`` is left whole.
+
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     digest = atomic_save({"weight": torch.ones(2), "note": "hello"}, folder + "/a.pt")
+    ...     verify(folder + "/a.pt") == digest, torch.load(folder + "/a.pt", weights_only=True)["note"]
+    (True, 'hello')
+    """
+    payload = plain(payload)
+    with ThreadPoolExecutor(1) as pool, atomic_open(path) as file:
+        writer = HashingWriter(file, pool)
+        torch.save(payload, writer)  # type: ignore[arg-type]
+        digest = writer.hexdigest()
+        file.write(TRAILER + digest.encode() + b"\n")
+    return digest
+
+
+def verify(path: StrPath, *, progress: Callable[[int], None] | None = None) -> str:
+    """The sha256 of a file that ``atomic_save`` wrote, if the file is whole. Nothing is unpickled.
+
+    Raises:
+        CheckpointError: the file is missing, torn, altered by as much as a bit, or not ours.
+
+    >>> verify("no-such.pt")
+    Traceback (most recent call last):
+    ...
+    safetrain_core.errors.CheckpointError: no-such.pt is missing; nothing can be loaded from it
+    """
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            end = size - TRAILER_BYTES
+            file.seek(max(0, end))
+            trailer = file.read()
+            if end < 0 or not trailer.startswith(TRAILER) or not trailer.endswith(b"\n"):
+                raise CheckpointError(
+                    f"{path} has no sha256 at its end: it is torn ({size} bytes) or was not written by safetrain; "
+                    "take an older checkpoint"
+                )
+            told = trailer[len(TRAILER) : -1].decode(errors="replace")
+            found = _sum_of(file, end, progress)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; nothing can be loaded from it") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if found != told:
+        raise CheckpointError(f"{path} is altered or torn: its sha256 is {found[:12]}..., written down {told[:12]}...")
+    return found
+
+
+def _sum_of(file: IO[bytes], end: int, progress: Callable[[int], None] | None) -> str:
+    file.seek(0)
+    digest, left = hashlib.sha256(), end
+    while left > 0 and (piece := file.read(min(CHUNK, left))):
+        digest.update(piece)
+        left -= len(piece)
+        if progress is not None:
+            progress(len(piece))
+    return digest.hexdigest()
+
+
+#: What ``weights_only=True`` reads back by itself.
+READABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)
+
+
+def plain(value: Any, where: str = "payload") -> Any:
+    """``value`` as what ``torch.load(weights_only=True)`` reads back, its containers rebuilt, its tensors shared.
+
+    Raises:
+        ValueError: something in it cannot be; the message says where and what it is.
+
+    >>> plain({"lr": np.float64(0.5), "path": pathlib.PurePosixPath("a/b"), "shape": (1, 2)})
+    {'lr': 0.5, 'path': 'a/b', 'shape': (1, 2)}
+    >>> plain({"args": object()})
+    Traceback (most recent call last):
+    ...
+    ValueError: payload['args'] is a object, which weights_only=True cannot read back; save plain types and tensors
+    """
+    kind = type(value)
+    if kind in READABLE or kind in (torch.Tensor, torch.nn.Parameter):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, pathlib.PurePath):
+        return str(value)
+    if isinstance(value, dict):
+        made = {plain(k, f"{where} key {k!r}"): plain(v, f"{where}[{k!r}]") for k, v in value.items()}
+        if hasattr(value, "_metadata"):  # a module's state_dict carries the versions of its modules
+            made = OrderedDict(made)
+            made._metadata = plain(dict(value._metadata), where)  # type: ignore[attr-defined]
+        return made
+    if kind in (list, tuple):
+        return kind(plain(v, f"{where}[{i}]") for i, v in enumerate(value))
+    raise ValueError(
+        f"{where} is a {kind.__name__}, which weights_only=True cannot read back; save plain types and tensors"
+    )

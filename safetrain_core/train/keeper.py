@@ -1,0 +1,166 @@
+"""What the trainer keeps on disk: rolling and best checkpoints, the list of bad windows, and the way back to them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.atomic import atomic_write_text
+from ..checkpoint.rolling import Checkpoints
+from ..checkpoint.single import check_fit, load_payload, read_checkpoint, run_payload
+from ..config import TrainConfig
+from ..errors import CheckpointError
+from ..records import TrainState
+from ..step.amp import AmpTrainState
+from .cursor import Cursor
+from .result import FitResult
+from .retries import Retries
+
+__all__ = ["Keeper"]
+
+log = logging.getLogger(__name__)
+
+#: Windows that made the loss jump, a JSON object per line; they are left out when the run passes them again.
+BAD_WINDOWS = "bad_windows.jsonl"
+
+
+class Keeper:
+    """Saves and loads the parts of one trainer in ``folder``; see ``SafeTrainer``."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        config: TrainConfig,
+        amp: AmpTrainState,
+        cursor: Cursor,
+        retries: Retries,
+        result: FitResult,
+    ) -> None:
+        self.config, self.amp, self.cursor, self.retries, self.result = config, amp, cursor, retries, result
+        self.checkpoints = Checkpoints(
+            folder,
+            keep_last=config.max_rolling_checkpoints,
+            keep_best=config.num_best_checkpoints,
+            every_updates=config.checkpoint_every_n_steps,
+            every_seconds=config.checkpoint_every_seconds,
+            async_save=config.async_save,
+        )
+        self._saved_step: int | None = None
+        self._bad: set[tuple[int, int]] = set()
+
+    # --- saving -----------------------------------------------------------------------------------------------
+
+    def save_if_due(self, val_loss: float | None) -> None:
+        """A rolling checkpoint where one is due, or a best one; an error of an asynchronous save is raised here."""
+        self.checkpoints.check()
+        best = val_loss is not None and self.checkpoints.would_be_best(val_loss)
+        if best or self.checkpoints.due(self.amp.counters.updates):
+            self.save(val_loss)
+
+    def save(self, val_loss: float | None = None) -> None:
+        """Save now, unless this very step is saved already."""
+        step = self.amp.counters.step
+        if step == self._saved_step and val_loss is None:
+            return
+        amp = self.amp
+        payload = run_payload(
+            amp.model,
+            amp.optimizer,
+            amp.scheduler,
+            amp.counters,
+            scaler=amp.scaler,
+            loader=self.cursor,
+            config=self.config,
+        )
+        payload["trainer"] = {
+            "skips": amp.skip_count,
+            "good_in_a_row": self.retries.good_in_a_row,
+            "first_loss": self.result.first_loss,
+            "last_loss": self.result.last_loss,
+            "val_loss": self.result.val_loss,
+        }
+        self.checkpoints.save(payload, step, updates=amp.counters.updates, val_loss=val_loss)
+        self._saved_step = step
+
+    def newest_good(self) -> str | None:
+        """Path of the newest checkpoint that verifies."""
+        self.checkpoints.wait()
+        latest = self.checkpoints.latest()
+        return None if latest is None else str(latest)
+
+    # --- going back -------------------------------------------------------------------------------------------
+
+    def resume(self, path: str | Path | None) -> Path | None:
+        """Load ``path``, or the newest checkpoint that verifies; None where there is none to load.
+
+        Raises:
+            CheckpointError: it cannot be trusted or does not fit; everything is as before.
+        """
+        found = Path(path) if path is not None else self.checkpoints.latest()
+        if found is None:
+            return None
+        payload = self._load(found)
+        self.amp.counters.load_dict(payload["state"])
+        told = payload.get("trainer") or {}
+        self.amp.skip_count = told.get("skips", 0)
+        self.retries.good_in_a_row = told.get("good_in_a_row", 0)
+        for name in ("first_loss", "last_loss", "val_loss"):
+            setattr(self.result, name, told.get(name))
+        self._override_learning_rate(payload["config"])
+        self.checkpoints.began_at(self.amp.counters.updates)
+        self._saved_step = self.amp.counters.step
+        self._bad = self._read_bad_windows()
+        return found
+
+    def _load(self, path: Path) -> dict[str, Any]:
+        payload, amp = read_checkpoint(path), self.amp
+        check_fit(payload, path, amp.model, amp.optimizer, amp.scheduler)
+        TrainState.from_dict(payload["state"])
+        if payload["loader"] is None:
+            raise CheckpointError(f"{path} holds no data position; it was not saved by a trainer")
+        load_payload(payload, amp.model, amp.optimizer, amp.scheduler, scaler=amp.scaler, loader=self.cursor)
+        amp.scaling.forget()
+        return payload
+
+    def _override_learning_rate(self, saved: dict[str, Any] | None) -> None:
+        """The checkpoint's learning rate stands, unless another one was asked for by name."""
+        asked, was = self.config.learning_rate, (saved or {}).get("learning_rate")
+        if "learning_rate" not in self.config.model_fields_set or was is None or asked == was:
+            return
+        log.warning("learning rate %g asked for; it replaces the checkpoint's %g", asked, was)
+        for group in self.amp.optimizer.param_groups:
+            for key in ("lr", "initial_lr"):
+                group[key] *= asked / was
+        if self.amp.scheduler is not None:
+            self.amp.scheduler.base_lrs = [lr * asked / was for lr in self.amp.scheduler.base_lrs]
+
+    def roll_back(self, start: tuple[int, int]) -> bool:
+        """After a loss jump in the window at ``start``: note it as bad, and go back to the newest checkpoint.
+
+        Attempts and retries stay. False where there is no checkpoint to go back to.
+        """
+        self.checkpoints.wait()
+        path = self.checkpoints.latest()
+        if path is None:
+            return False
+        self._bad.add(start)
+        lines = [json.dumps({"epoch": epoch, "batch_in_epoch": batch}) for epoch, batch in sorted(self._bad)]
+        atomic_write_text("\n".join(lines) + "\n", self.checkpoints.folder / BAD_WINDOWS)
+        counters = self.amp.counters
+        step, retries = counters.step, counters.retries
+        counters.load_dict({**self._load(path)["state"], "step": step, "retries": retries})
+        self._saved_step = None
+        return True
+
+    def is_bad(self, start: tuple[int, int]) -> bool:
+        """Whether the window that starts at (epoch, batch_in_epoch) is to be left out."""
+        return start in self._bad
+
+    def _read_bad_windows(self) -> set[tuple[int, int]]:
+        path = self.checkpoints.folder / BAD_WINDOWS
+        if not path.exists():
+            return set()
+        told = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+        return {(entry["epoch"], entry["batch_in_epoch"]) for entry in told}

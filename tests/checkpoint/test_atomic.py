@@ -1,0 +1,181 @@
+"""Atomic writes, the sha256 behind the archive, and what may be in a payload."""
+
+import argparse
+import errno
+import io
+import json
+import os
+import pathlib
+import pickle
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from safetrain_core import CheckpointError, atomic_save, capture_rng_state, restore_rng_state
+from safetrain_core.checkpoint import atomic
+from safetrain_core.checkpoint.atomic import atomic_write_bytes, atomic_write_json, atomic_write_text, plain, verify
+
+PAYLOAD = {"weight": torch.arange(6.0), "note": "hello", "step": 3}
+
+
+def test_a_saved_file_is_read_by_torch_mmap_and_zipfile_and_holds_its_own_sum(tmp_path):
+    path = tmp_path / "new" / "a.pt"
+    digest = atomic_save(PAYLOAD, path)
+    assert verify(path) == digest
+    for options in ({}, {"mmap": True}):
+        assert torch.equal(torch.load(path, weights_only=True, **options)["weight"], PAYLOAD["weight"])
+    assert zipfile.ZipFile(path).testzip() is None
+    assert [p.name for p in path.parent.iterdir()] == ["a.pt"]
+
+
+def test_the_same_payload_gives_the_same_bytes_under_any_name(tmp_path):
+    atomic_save(PAYLOAD, tmp_path / "a.pt")
+    atomic_save(PAYLOAD, tmp_path / "another_name.pt")
+    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "another_name.pt").read_bytes()
+
+
+def test_every_single_flipped_byte_is_found(tmp_path):
+    path = tmp_path / "a.pt"
+    atomic_save({"w": torch.ones(1)}, path)
+    whole = bytearray(path.read_bytes())
+    for i in range(len(whole)):
+        whole[i] ^= 0x01
+        path.write_bytes(whole)
+        with pytest.raises(CheckpointError):
+            verify(path)
+        whole[i] ^= 0x01
+    path.write_bytes(whole)
+    verify(path)
+
+
+def test_every_length_of_a_torn_file_is_found(tmp_path):
+    path = tmp_path / "a.pt"
+    atomic_save({"w": torch.ones(1)}, path)
+    whole = path.read_bytes()
+    for length in range(0, len(whole), 7):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match="torn"):
+            verify(path)
+    path.write_bytes(whole + b"x")
+    with pytest.raises(CheckpointError):
+        verify(path)
+
+
+def test_a_file_of_torch_save_is_not_ours_and_a_folder_and_nothing_are_told_apart(tmp_path):
+    torch.save(PAYLOAD, tmp_path / "b.pt")
+    for path, told in (
+        (tmp_path / "b.pt", "was not written by safetrain"),
+        (tmp_path, "cannot be read"),
+        (tmp_path / "c", "is missing"),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            verify(path)
+
+
+class Unpicklable:
+    def __reduce__(self):
+        raise RuntimeError("no pickle of me")
+
+
+def no_space(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("breaks", "error"),
+    [
+        (("os.fsync", no_space), OSError),
+        (("os.replace", no_space), OSError),
+        (("HashingWriter.write", no_space), OSError),
+        (("os.fsync", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)), KeyboardInterrupt),
+        (None, ValueError),
+    ],
+)
+def test_a_save_that_fails_leaves_the_old_file_whole_no_temporary_and_raises_the_first_error(
+    tmp_path, monkeypatch, breaks, error
+):
+    path = tmp_path / "a.pt"
+    atomic_save(PAYLOAD, path)
+    before = path.read_bytes()
+    payload = {"weight": torch.zeros(100_000), **({"bad": Unpicklable()} if breaks is None else {})}
+    with monkeypatch.context() as patch:
+        if breaks is not None:
+            owner, _, name = breaks[0].partition(".")
+            patch.setattr(getattr(atomic, owner), name, breaks[1])
+        with pytest.raises(error):
+            atomic_save(payload, path)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_text_bytes_and_json_are_written_whole(tmp_path):
+    atomic_write_bytes(b"abc", tmp_path / "x" / "a")
+    atomic_write_text("é", tmp_path / "x" / "b")
+    atomic_write_json({"a": [1, None]}, tmp_path / "x" / "c")
+    assert (tmp_path / "x" / "a").read_bytes() == b"abc"
+    assert (tmp_path / "x" / "b").read_text(encoding="utf-8") == "é"
+    assert json.loads((tmp_path / "x" / "c").read_text()) == {"a": [1, None]}
+    with pytest.raises(ValueError, match="JSON"):
+        atomic_write_json({"a": float("nan")}, tmp_path / "x" / "c")
+    assert (os.stat(tmp_path / "x" / "a").st_mode & 0o777) == 0o666 & ~atomic._umask()
+
+
+def test_a_numpy_scalar_and_a_path_are_saved_as_plain_values_and_the_file_loads(tmp_path):
+    model = nn.BatchNorm1d(2)
+    payload = {
+        "loss": np.float32(0.5),
+        "step": np.int64(7),
+        "path": pathlib.Path("a/b"),
+        "rng": capture_rng_state(),
+        "model": model.state_dict(),
+        "nested": [(1, {"x": np.bool_(True)})],
+        "dtype": torch.float16,
+    }
+    atomic_save(payload, tmp_path / "a.pt")
+    read = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert (read["loss"], read["step"], read["path"], read["nested"]) == (0.5, 7, "a/b", [(1, {"x": True})])
+    restore_rng_state(read["rng"])
+    assert read["model"]._metadata == model.state_dict()._metadata
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [
+        ({"args": argparse.Namespace(a=1)}, r"payload\['args'\] is a Namespace"),
+        ({"list": [1, {2, 3}]}, r"payload\['list'\]\[1\] is a set"),
+        ({"f": len}, r"payload\['f'\] is a builtin_function_or_method"),
+        ({"array": np.zeros(3)}, r"payload\['array'\] is a ndarray"),
+        ({(1, object()): 2}, "is a object"),
+    ],
+)
+def test_what_could_not_be_read_back_is_refused_by_name_before_anything_is_written(tmp_path, value, where):
+    with pytest.raises(ValueError, match=where):
+        atomic_save(value, tmp_path / "a.pt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_plain_shares_tensors_and_keeps_values():
+    weight = torch.ones(2)
+    assert plain({"a": weight})["a"] is weight
+    assert plain([True, 2, 3.0, "x", None, b"y", 1j]) == [True, 2, 3.0, "x", None, b"y", 1j]
+
+
+def test_random_states_come_back_and_weigh_little(tmp_path):
+    import random
+
+    saved = capture_rng_state()
+    buffer = io.BytesIO()
+    torch.save(saved, buffer)
+    assert len(buffer.getvalue()) < 50_000
+    first = [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1).item()]
+    restore_rng_state(saved)
+    assert first == [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(1).item()]
+    restore_rng_state(saved)
+    for broken in ({}, {**saved, "torch": torch.zeros(3, dtype=torch.uint8)}, {**saved, "python": [3, None, None]}):
+        before = pickle.dumps(random.getstate())
+        with pytest.raises(ValueError, match="missing or malformed"):
+            restore_rng_state(broken)
+        assert pickle.dumps(random.getstate()) == before
