@@ -244,7 +244,8 @@ def check_fit(
     saved_rules = (payload["scheduler"] or {}).get("lr_lambdas")
     if scheduler is not None and saved_rules is not None and saved_rules != scheduler.state_dict().get("lr_lambdas"):
         raise CheckpointError(
-            f"{path} was made with another schedule: {saved_rules[0]}, here {scheduler.state_dict()['lr_lambdas'][0]}"
+            f"{path} was made with another schedule: {saved_rules[0]}, here {scheduler.state_dict()['lr_lambdas'][0]}; "
+            "keep its kind, length and warm-up"
         )
 
 

@@ -72,4 +72,6 @@ def make_schedule(
     >>> make_schedule(optimizer, "cosine", total_steps=8, warmup_ratio=0.5).get_last_lr()
     [0.025]
     """
+    if kind == "constant":  # whatever the length: two constant schedules are the same one
+        return LambdaLR(optimizer, Schedule(kind))
     return LambdaLR(optimizer, Schedule(kind, total_steps=total_steps, warmup_ratio=warmup_ratio))

@@ -40,6 +40,7 @@ class Cursor:
         self.loader, self.accum_steps, self.device, self.state = loader, accum_steps, device, state
         self._epoch_start: dict[str, Any] | None = None
         self._resume: dict[str, Any] | None = None
+        self._batches: Iterator[Any] = iter(())
 
     def windows(self, epochs: int | None = None) -> Iterator[list[tuple[Any, Any]]]:
         """The windows from the present position to the end of ``epochs`` epochs, or without end.
@@ -51,8 +52,8 @@ class Cursor:
         state = self.state
         while epochs is None or state.epoch < epochs:
             epoch = state.epoch
-            batches = self._begin_epoch()
-            for window in windows(batches, self.accum_steps):
+            self._batches = self._begin_epoch()
+            for window in windows(self._batches, self.accum_steps):
                 state.batch_in_epoch += len(window)
                 yield [batch_to(self.device, batch) for batch in window]
             if state.epoch == epoch:
@@ -63,6 +64,8 @@ class Cursor:
     def settle(self) -> None:
         """Where the epoch's last batch is behind, stand at the beginning of the next one."""
         if isinstance(self.loader, Sized) and self.state.batch_in_epoch == len(self.loader):
+            # A shuffling sampler draws from its generator once more when it is asked for a batch that is not there.
+            next(self._batches, None)
             self._end_epoch()
 
     def _end_epoch(self) -> None:

@@ -150,6 +150,6 @@ def test_kills_at_random_moments_never_lose_the_previous_checkpoint(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     print(done.stdout)
-    killed, whole, last = map(int, re.search(r"(\d+) kills, (\d+) times .* last step (\d+)", done.stdout).groups())
+    killed, whole, last = map(int, re.search(r"(\d+) kills, (\d+) times .* step (\d+)", done.stdout).groups())
     assert killed == whole == kills
     assert last > kills, "the children were killed before they could save"

@@ -1,0 +1,321 @@
+"""A resumed run is the same run: bit for bit on a CPU, each sample once, wherever it was stopped."""
+
+import csv
+import logging
+import os
+import signal
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
+
+from safetrain_core import CheckpointError, SafeTrainer, TrainConfig, TrainingFailed
+
+DATA = TensorDataset(
+    torch.arange(20.0).reshape(20, 1).repeat(1, 3) / 20, torch.randn(20, 1, generator=torch.Generator().manual_seed(0))
+)
+
+
+class Seen(nn.Module):
+    """A small net with dropout and BatchNorm that notes which samples pass in training."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
+        self.seen = []
+
+    def forward(self, x):
+        if self.training:
+            self.seen += [round(v * 20) for v in x[:, 0].tolist()]
+        return self.net(x)
+
+
+class Epochal(RandomSampler):
+    """A sampler that shuffles by the epoch it is told, like DistributedSampler."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        return iter(torch.randperm(20, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+class Noisy(Dataset):
+    """Draws from the global random state for each sample, as augmentation does."""
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, i):
+        x, y = DATA[i]
+        return x, y + 0.01 * torch.rand(1)
+
+
+LOADERS = {
+    "shuffle": lambda: DataLoader(DATA, 2, shuffle=True),
+    "generator": lambda: DataLoader(DATA, 2, shuffle=True, generator=torch.Generator().manual_seed(5)),
+    "set_epoch": lambda: DataLoader(DATA, 2, sampler=Epochal(DATA)),
+    "augmented": lambda: DataLoader(Noisy(), 2, shuffle=True),
+    "workers": lambda: DataLoader(Noisy(), 2, shuffle=True, num_workers=1),
+}
+
+
+def make(folder, loader, fault=None, on_row=None, net=None, **config):
+    config = {"learning_rate": 0.05, "checkpoint_every_n_steps": 1, "max_rolling_checkpoints": 1000, **config}
+    net = net or Seen()
+    return net, SafeTrainer(
+        net,
+        TrainConfig(**config),
+        loader,
+        loss_fn=nn.functional.mse_loss,
+        checkpoint_dir=folder,
+        fault=fault,
+        on_row=on_row,
+    )
+
+
+FP16 = {"use_amp": True, "amp_dtype": "float16", "gradient_accumulation_steps": 4, "max_steps": 6}
+
+
+def test_stopped_at_each_update_of_two_epochs_it_ends_bit_equal(tmp_path):
+    """AdamW, cosine, dropout, shuffle, accumulation 4 (a short last window), a float16 scaler that really overflows."""
+    net, trainer = make(tmp_path / "whole", LOADERS["shuffle"](), **FP16)
+    whole = trainer.fit()
+    assert whole.skips > 0
+    assert whole.state.epoch == 2 or whole.state.step > 6
+    for path in sorted((tmp_path / "whole").glob("step_*.pt"))[:-1]:
+        again, second = make(tmp_path / path.stem, LOADERS["shuffle"](), **FP16)
+        second.resume(path)
+        result = second.fit()
+        assert repr(result.rows) == repr(whole.rows[-len(result.rows) :])  # repr, since NaN is not NaN
+        for key, value in net.state_dict().items():
+            assert torch.equal(value, again.state_dict()[key]), (path, key)
+
+
+@pytest.mark.parametrize("name", LOADERS)
+@pytest.mark.parametrize("stop", [4, 10, 14])
+def test_each_sample_of_an_epoch_is_seen_exactly_once_and_losses_are_equal(tmp_path, name, stop):
+    options = {"max_steps": 20, "checkpoint_every_n_steps": stop}
+    net, trainer = make(tmp_path / "a", LOADERS[name](), **options)
+    whole = trainer.fit()
+    again, second = make(tmp_path / "b", LOADERS[name](), **options)
+    assert second.resume(tmp_path / "a" / f"step_{stop:08d}.pt") is not None
+    again.seen = []
+    result = second.fit()
+    assert net.seen[: 2 * stop] + again.seen[-(40 - 2 * stop) :] == net.seen
+    assert sorted(net.seen[:20]) == sorted(net.seen[20:]) == list(range(20))
+    assert result.rows == whole.rows[stop:]
+
+
+def test_the_position_is_the_next_epochs_beginning_after_its_last_batch(tmp_path):
+    loader = DataLoader(TensorDataset(torch.zeros(100, 3), torch.zeros(100, 1)), 1)
+    _, trainer = make(
+        tmp_path,
+        loader,
+        net=nn.Linear(3, 1),
+        gradient_accumulation_steps=4,
+        max_steps=500,
+        checkpoint_every_n_steps=500,
+    )
+    state = trainer.fit().state
+    assert (state.updates, state.epoch, state.batch_in_epoch) == (500, 20, 0)
+    _, second = make(tmp_path, loader, net=nn.Linear(3, 1), gradient_accumulation_steps=4, max_steps=500)
+    second.resume()
+    assert (second.state.epoch, second.state.batch_in_epoch) == (20, 0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"nan_check_interval": 4}, {"async_save": True}, {"optimizer_class": "muon"}, {"optimizer_class": "adafactor"}],
+)
+def test_other_ways_of_running_resume_bit_equal_too(tmp_path, options):
+    options = {"max_steps": 12, "checkpoint_every_n_steps": 4, "scheduler_type": "constant", **options}
+    net, trainer = make(tmp_path / "a", LOADERS["shuffle"](), **options)
+    whole = trainer.fit()
+    again, second = make(tmp_path / "b", LOADERS["shuffle"](), **options)
+    second.resume(tmp_path / "a" / "step_00000004.pt")
+    assert second.fit().rows == whole.rows[4:]
+    assert all(torch.equal(v, again.state_dict()[k]) for k, v in net.state_dict().items())
+
+
+def test_the_log_is_continued_without_a_gap_and_without_a_step_twice(tmp_path):
+    log = tmp_path / "m.csv"
+    options = {"max_steps": 12, "checkpoint_every_n_steps": 5, "csv_log_path": str(log)}
+
+    def die(row):
+        if row.step == 8:
+            raise KeyboardInterrupt
+
+    _, trainer = make(tmp_path, LOADERS["shuffle"](), on_row=die, **options)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.fit()
+    _, second = make(tmp_path, LOADERS["shuffle"](), **options)
+    assert second.resume().name == "step_00000005.pt"
+    second.fit()
+    rows = list(csv.DictReader(log.open(newline="")))
+    assert [int(row["step"]) for row in rows] == list(range(1, 13))
+    assert list(tmp_path.glob("m.*.csv")) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_a_checkpoint_of_the_step_it_ended_with(tmp_path, number):
+    def strike(row):
+        if row.step == 3:
+            os.kill(os.getpid(), number)
+
+    _, trainer = make(tmp_path, LOADERS["shuffle"](), on_row=strike, max_steps=50, checkpoint_every_n_steps=1000)
+    result = trainer.fit()
+    assert result.status == "interrupted"
+    assert trainer._keeper.newest_good().endswith(f"step_{result.state.step:08d}.pt")
+
+
+def test_a_signal_during_validation_ends_it_promptly_with_a_checkpoint(tmp_path):
+    batches = 0
+
+    class Slow:
+        def __iter__(self):
+            nonlocal batches
+            for i in range(1000):
+                batches += 1
+                if i == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                yield DATA[i % 20][0].reshape(1, 3), DATA[i % 20][1].reshape(1, 1)
+
+    net = Seen()
+    config = TrainConfig(max_steps=10, eval_every_n_steps=2)
+    result = SafeTrainer(
+        net, config, LOADERS["shuffle"](), Slow(), nn.functional.mse_loss, checkpoint_dir=tmp_path
+    ).fit()
+    assert (result.status, result.state.updates, result.val_loss) == ("interrupted", 2, None)
+    assert batches < 10
+    assert (tmp_path / "step_00000002.pt").exists()
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="this system has no SIGUSR1")
+def test_sigusr1_saves_and_goes_on(tmp_path):
+    def ask(row):
+        if row.step == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    _, trainer = make(tmp_path, LOADERS["shuffle"](), on_row=ask, max_steps=6, checkpoint_every_n_steps=1000)
+    assert trainer.fit().status == "completed"
+    assert [p.name for p in sorted(tmp_path.glob("step_*.pt"))] == ["step_00000003.pt", "step_00000006.pt"]
+
+
+def test_the_best_by_validation_loss_is_kept(tmp_path):
+    losses = iter([0.9, 0.2, 0.5, 0.4, 0.8])
+    _, trainer = make(
+        tmp_path,
+        LOADERS["shuffle"](),
+        max_steps=4,
+        eval_every_n_steps=1,
+        max_rolling_checkpoints=1,
+        checkpoint_every_n_steps=1,
+    )
+    trainer.val_loader = [1]
+    trainer.validate = lambda: next(losses)
+    trainer.fit()
+    assert trainer._keeper.checkpoints.best().name == "step_00000002.pt"
+    assert len(list(tmp_path.glob("step_*.pt"))) == 2
+
+
+def test_a_loss_jump_goes_back_to_the_checkpoint_replays_and_leaves_the_bad_window_out(tmp_path):
+    """The window itself is bad: each time it comes, the loss is three times what it should be."""
+    bad = DATA[13][0]
+
+    class Jumps(Seen):
+        def forward(self, x):
+            out = super().forward(x)
+            return out + (50.0 if self.training and (x == bad).all(dim=1).any() else 0.0)
+
+    options = {
+        "max_steps": 30,
+        "loss_jump_factor": 5.0,
+        "loss_jump_window": 4,
+        "checkpoint_every_n_steps": 3,
+        "scheduler_type": "constant",
+        "max_nan_retries": 5,
+    }
+    _, trainer = make(tmp_path, DataLoader(DATA, 2), net=Jumps(), **options)
+    result = trainer.fit()
+    jumps = [row.step for row in result.rows if row.skip_reason == "loss_jump"]
+    assert jumps[0] == 7
+    assert result.state.retries == len(jumps) >= 2
+    assert result.state.updates == 30
+    lines = (tmp_path / "bad_windows.jsonl").read_text().splitlines()
+    assert lines[0] == '{"epoch": 0, "batch_in_epoch": 6}'
+    assert [row.step for row in result.rows] == list(range(1, result.state.step + 1))
+    _, second = make(tmp_path, DataLoader(DATA, 2), net=Jumps(), **{**options, "max_steps": 31})
+    second.resume()
+    assert second._keeper.is_bad((0, 6))
+    second.fit()
+
+
+def test_a_failure_names_the_newest_good_checkpoint(tmp_path):
+    def fault(step, net):
+        if step >= 5:
+            net.net[0].weight.register_hook(lambda grad: grad * torch.nan)
+
+    _, trainer = make(tmp_path, LOADERS["shuffle"](), fault=fault, max_steps=20, max_nan_retries=1)
+    with pytest.raises(TrainingFailed, match=r"1 of 1 retries used; resume from .*step_00000004\.pt") as caught:
+        trainer.fit()
+    assert caught.value.newest_good.endswith("step_00000004.pt")
+
+
+def test_the_checkpoints_learning_rate_stands_unless_another_is_asked_for(tmp_path, caplog):
+    options = {"max_steps": 4, "scheduler_type": "constant", "checkpoint_every_n_steps": 2}
+    make(tmp_path, LOADERS["shuffle"](), learning_rate=0.05, **options)[1].fit()
+    path = tmp_path / "step_00000002.pt"
+    net = Seen()
+    silent = SafeTrainer(net, TrainConfig(**options), LOADERS["shuffle"](), checkpoint_dir=tmp_path / "b")
+    silent.resume(path)
+    assert silent.amp.lr == 0.05
+    with caplog.at_level(logging.WARNING):
+        _, asked = make(tmp_path / "c", LOADERS["shuffle"](), learning_rate=0.01, **options)
+        asked.resume(path)
+    assert asked.amp.lr == pytest.approx(0.01)
+    assert "replaces the checkpoint's 0.05" in caplog.text
+    assert [row.lr for row in asked.fit().rows] == pytest.approx([0.01] * 2)
+
+
+def test_a_schedule_of_two_phases_resumed_past_the_boundary_has_the_same_rates(tmp_path):
+    options = {"max_steps": 10, "scheduler_warmup_ratio": 0.4, "checkpoint_every_n_steps": 1}
+    whole = make(tmp_path, LOADERS["shuffle"](), **options)[1].fit()
+    for stop in (2, 4, 5, 9):
+        _, second = make(tmp_path / str(stop), LOADERS["shuffle"](), **options)
+        second.resume(tmp_path / f"step_{stop:08d}.pt")
+        assert [row.lr for row in second.fit().rows] == [row.lr for row in whole.rows[stop:]]
+
+
+def test_what_cannot_be_resumed_is_refused_and_nothing_changes(tmp_path):
+    make(tmp_path, LOADERS["shuffle"](), max_steps=4)[1].fit()
+    path = tmp_path / "step_00000002.pt"
+    with pytest.raises(ValueError, match="no checkpoint_dir"):
+        SafeTrainer(Seen(), TrainConfig(max_steps=1), LOADERS["shuffle"]()).resume()
+    net, other = make(tmp_path, LOADERS["shuffle"](), max_steps=4, optimizer_class="sgd_momentum")
+    before = {k: v.clone() for k, v in net.state_dict().items()}
+    with pytest.raises(CheckpointError, match="holds the optimizer AdamW"):
+        other.resume(path)
+    _, longer = make(tmp_path, LOADERS["shuffle"](), max_steps=9)
+    with pytest.raises(CheckpointError, match="another schedule"):
+        longer.resume(path)
+    _, generated = make(tmp_path, LOADERS["generator"](), max_steps=4)
+    with pytest.raises(CheckpointError, match="1 generators of its own, the checkpoint 0"):
+        generated.resume(path)
+    assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
+    _, fresh = make(tmp_path / "none", LOADERS["shuffle"](), max_steps=4)
+    assert fresh.resume() is None
+    assert fresh.fit().status == "completed"
+
+
+def test_data_that_has_become_shorter_is_noticed(tmp_path):
+    make(tmp_path, LOADERS["shuffle"](), max_steps=8)[1].fit()
+    short = DataLoader(TensorDataset(*DATA[:6]), 2, shuffle=True)
+    _, second = make(tmp_path, short, max_steps=8)
+    second.resume(tmp_path / "step_00000007.pt")
+    with pytest.raises(CheckpointError, match="ended after 3 batches, but 7"):
+        second.fit()
