@@ -41,9 +41,7 @@ def main(folder: str, kills: int) -> None:
         ok = read["step"] >= last and torch.equal(read["weight"], payload(read["step"])["weight"])
         whole, last = whole + ok, read["step"]
     temporaries = len(list(Path(folder).glob("*.tmp")))
-    print(
-        f"{kills} kills, {whole} times the newest checkpoint was whole and no older; last step {last}, {temporaries} tmp"
-    )
+    print(f"{kills} kills, {whole} times the newest was whole and no older; last step {last}, {temporaries} left")
 
 
 if __name__ == "__main__":
