@@ -44,7 +44,7 @@ format: $(READY)  ## format the code
 lint: $(READY)  ## format check, lint, import contract
 	$(BIN)/ruff format --check -q .
 	$(BIN)/ruff check -q .
-	$(BIN)/lint-imports --no-cache --no-timings > /dev/null || $(BIN)/lint-imports --no-cache
+	$(BIN)/lint-imports --no-cache > /dev/null || $(BIN)/lint-imports --no-cache
 
 types: $(READY)  ## type check
 	$(BIN)/mypy --no-error-summary

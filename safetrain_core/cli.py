@@ -13,16 +13,14 @@ import dataclasses
 import difflib
 import os
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from .errors import SafeTrainError
 
 if TYPE_CHECKING:
     from .config import TrainConfig
-    from .records import StepLog
     from .train.result import FitResult
 
 __all__ = ["main"]
@@ -183,9 +181,11 @@ def _train(args: argparse.Namespace) -> int:
     _claim_folder(args.out, args.overwrite or args.resume is not None)
     if config.csv_log_path is None:
         config = config.model_copy(update={"csv_log_path": str(args.out / "metrics.csv")})
-    with _plain_warnings():
+    from .train.console import plain_warnings, print_summary
+
+    with plain_warnings():
         status, result = _fit(args, config, yaml.safe_dump(config.model_dump(), sort_keys=False))
-    _print_summary(args.out, config, result)
+    print_summary(args.out, config, result)
     return status
 
 
@@ -225,6 +225,8 @@ def _claim_folder(out: Path, overwrite: bool) -> None:
 
 def _fit(args: argparse.Namespace, config: TrainConfig, as_yaml: str) -> tuple[int, FitResult]:
     """Build corpus, model and trainer, and run. The old run in the folder goes only when all of that stands."""
+    # Idle OpenMP threads sleep instead of spinning: on a busy machine a run of 5 s took 100 s otherwise.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
     from torch.utils.data import DataLoader
 
@@ -233,6 +235,7 @@ def _fit(args: argparse.Namespace, config: TrainConfig, as_yaml: str) -> tuple[i
     from .corpus import Corpus
     from .errors import TrainingFailed
     from .minigpt import MiniGPT, MiniGPTConfig, next_token_loss
+    from .train.console import row_printer
     from .train.trainer import SafeTrainer
 
     try:
@@ -246,7 +249,7 @@ def _fit(args: argparse.Namespace, config: TrainConfig, as_yaml: str) -> tuple[i
     torch.manual_seed(config.seed)
     model = MiniGPT(dataclasses.replace(size, vocab_size=len(corpus.vocab))).to(device)
     train = DataLoader(corpus.train, config.batch_size, shuffle=True)
-    with _row_printer(config.max_steps) as show:
+    with row_printer(config.max_steps) as show:
         trainer = SafeTrainer(
             model,
             config,
@@ -274,49 +277,3 @@ def _fit(args: argparse.Namespace, config: TrainConfig, as_yaml: str) -> tuple[i
     if result.status == "completed":
         atomic_save(model_state(model), args.out / "final.pt")
     return (0 if result.signal is None else 128 + result.signal), result
-
-
-@contextlib.contextmanager
-def _row_printer(total: int | None) -> Iterator[Callable[[StepLog], None]]:
-    """Prints rows to stdout; on a terminal, with a progress bar below them on stderr."""
-    bar: Any = None
-    if sys.stderr.isatty():
-        with contextlib.suppress(ImportError):
-            from tqdm import tqdm
-
-            bar = tqdm(total=total, unit="update", file=sys.stderr)
-
-    def show(row: StepLog) -> None:
-        if bar is None:
-            print(row, flush=True)
-        else:
-            bar.write(str(row), file=sys.stdout)
-            bar.update(not row.skipped)
-
-    try:
-        yield show
-    finally:
-        if bar is not None:
-            bar.close()
-
-
-@contextlib.contextmanager
-def _plain_warnings() -> Iterator[None]:
-    """A warning as one line, without the source line that raised it."""
-    with warnings.catch_warnings():
-        warnings.showwarning = lambda message, *rest, **named: print(f"warning: {message}", file=sys.stderr)
-        yield
-
-
-def _print_summary(out: Path, config: TrainConfig, result: FitResult) -> None:
-    def loss(value: float | None) -> str:
-        return "-" if value is None else f"{value:.4f}"
-
-    print(f"{result.status}: {out}")
-    print(f"  updates          {result.state.updates}")
-    print(f"  skips            {result.skips} of {result.state.step} steps")
-    print(f"  skip rate        {result.skip_rate:.1%}")
-    print(f"  first loss       {loss(result.first_loss)}")
-    print(f"  last loss        {loss(result.last_loss)}")
-    print(f"  validation loss  {loss(result.val_loss)}")
-    print(f"  log              {config.csv_log_path}", flush=True)

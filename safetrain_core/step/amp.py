@@ -160,8 +160,6 @@ class AmpTrainState:
         self._alert = SkipRateAlert(skip_rate_alert, skip_rate_window)
         self.buffers = BufferKeeper(model)
 
-    # --- one step ---------------------------------------------------------------------------------------------
-
     def step(self, inputs: Any, targets: Any) -> StepLog:
         """One optimizer step on one batch: ``loss_fn(model(inputs), targets)``. See ``step_window``."""
         return self.step_window([(inputs, targets)])
@@ -280,8 +278,6 @@ class AmpTrainState:
     def scale(self) -> float | None:
         """The loss scaling factor that the next step will use; None without a scaler."""
         return self.scaling.factor
-
-    # --- state ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Optimizer, scaler, schedule and counters; not the model's weights, not the rows.

@@ -82,11 +82,11 @@ class Cursor:
             return iter(self.loader)
         now = self._random_states()
         self._epoch_start = resume["epoch_start"]
-        if resume["stateful"] is not None:
-            return iter(self.loader)
-        self._put_random_states(resume["epoch_start"])
-        batches = iter(self.loader)
-        for behind in range(self.state.batch_in_epoch):
+        stateful = resume["stateful"] is not None
+        if not stateful:
+            self._put_random_states(resume["epoch_start"])
+        batches = iter(self.loader)  # draws from the random states, if only for the seeds of worker processes
+        for behind in range(0 if stateful else self.state.batch_in_epoch):
             if next(batches, self) is self:
                 raise CheckpointError(
                     f"train_loader ended after {behind} batches, but {self.state.batch_in_epoch} of this epoch are "

@@ -142,6 +142,8 @@ def _lock(file: IO[str], path: Path) -> None:
 def blocks_of(model: nn.Module, given: Mapping[str, Any] | None = None) -> dict[str, list[Tensor]]:
     """Block name -> its trainable weights: the model's top-level blocks, numbered layers apart.
 
+    A weight that several blocks share belongs to the first, so that the blocks' norms add up to the whole norm.
+
     Args:
         given: names -> modules or lists of parameters, instead of the model's own.
 
@@ -151,7 +153,11 @@ def blocks_of(model: nn.Module, given: Mapping[str, Any] | None = None) -> dict[
     """
     if given is None:
         given = dict(_top_blocks(model))
-    made = {name: [p for p in _parameters(block) if p.requires_grad] for name, block in given.items()}
+    made: dict[str, list[Tensor]] = {}
+    taken: set[int] = set()
+    for name, block in given.items():
+        made[name] = [p for p in _parameters(block) if p.requires_grad and id(p) not in taken]
+        taken |= {id(p) for p in made[name]}
     return {name: weights for name, weights in made.items() if weights}
 
 

@@ -101,7 +101,7 @@ class SafeTrainer:
         if checkpoint_dir is not None:
             self._keeper = Keeper(checkpoint_dir, config, self.amp, self._cursor, self._retries, self.result)
             self._retries.newest_good = self._keeper.newest_good
-        self._resumed = self._continues = False
+        self._resumed = self._continues = self._fitted = False
         self._blocks = blocks_of(model, blocks) if config.enable_block_grad_norms else {}
 
         self._look_every = config.nan_check_interval
@@ -111,6 +111,7 @@ class SafeTrainer:
         self._safe = SafeState(self.amp) if needs_safe else None
         self._waiting: list[Attempt] = []
         self._stop = StopSignals()
+        self._validated_at: int | None = None
 
     def resume(self, path: str | Path | None = None) -> Path | None:
         """Continue, in the ``fit()`` that follows, from ``path`` or the newest checkpoint that verifies.
@@ -136,9 +137,12 @@ class SafeTrainer:
 
         Raises:
             TrainingFailed: more bad steps than ``max_nan_retries``; the result is its ``.result``.
-            ValueError: batches that are not pairs, or do not fit the model; a CSV that cannot be written.
+            ValueError: batches that are not pairs or do not fit; a CSV that cannot be written; a second call.
         """
         config, result = self.config, self.result
+        if self._fitted:
+            raise ValueError("this trainer has run; build a new SafeTrainer, and resume() it to go on")
+        self._fitted = True
         if not self._resumed:
             seed_everything(config.seed)
         self.model.train()
@@ -151,7 +155,7 @@ class SafeTrainer:
                 pass
             if self._deferred is not None:
                 self._take_in(self._deferred.look(), csv)
-            if self.val_loader is not None and stop.received is None:
+            if self.val_loader is not None and stop.received is None and self._validated_at != self.state.updates:
                 result.val_loss = self.validate()
             if self._keeper is not None:
                 self._keeper.save()
@@ -301,7 +305,7 @@ class SafeTrainer:
         every = self.config.eval_every_n_steps
         if self.val_loader is None or every is None or not _crossed(every, updates_before, self.state.updates):
             return None
-        self.result.val_loss = self.validate()
+        self.result.val_loss, self._validated_at = self.validate(), self.state.updates
         return self.result.val_loss
 
     def validate(self) -> float | None:

@@ -55,7 +55,13 @@ class Noisy(Dataset):
         return x, y + 0.01 * torch.rand(1)
 
 
+def stateful():
+    loader = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata, an optional package, is missing")
+    return loader.StatefulDataLoader(DATA, 2, shuffle=True)
+
+
 LOADERS = {
+    "stateful": stateful,
     "shuffle": lambda: DataLoader(DATA, 2, shuffle=True),
     "generator": lambda: DataLoader(DATA, 2, shuffle=True, generator=torch.Generator().manual_seed(5)),
     "set_epoch": lambda: DataLoader(DATA, 2, sampler=Epochal(DATA)),

@@ -112,7 +112,7 @@ def test_a_column_that_the_header_lacks_is_refused(tmp_path):
 def test_blocks_are_the_top_level_ones_with_numbered_layers_apart_and_every_weight_once():
     model = MiniGPT(MiniGPTConfig(vocab_size=5, context=4, layers=2, heads=1, width=4))
     blocks = blocks_of(model)
-    assert list(blocks) == ["tokens", "positions", "blocks.0", "blocks.1", "norm", "head"]
+    assert list(blocks) == ["tokens", "positions", "blocks.0", "blocks.1", "norm"]
     assert {id(p) for weights in blocks.values() for p in weights} == {id(p) for p in model.parameters()}
     assert list(blocks_of(nn.DataParallel(model))) == list(blocks)
     assert list(blocks_of(model, {"mine": model.norm, "list": [model.tokens.weight]})) == ["mine", "list"]

@@ -202,6 +202,16 @@ def test_what_cannot_be_trained_is_refused(loader, config, told):
         fit(loader, **config)
 
 
+def test_a_trainer_runs_once(tmp_path):
+    log = tmp_path / "m.csv"
+    trainer = SafeTrainer(model(), TrainConfig(csv_log_path=str(log)), batches(3))
+    trainer.fit()
+    before = log.read_text()
+    with pytest.raises(ValueError, match="this trainer has run"):
+        trainer.fit()
+    assert log.read_text() == before
+
+
 def test_a_frozen_model_and_an_empty_validation_are_refused():
     with pytest.raises(ValueError, match="no trainable parameter"):
         fit(batches(1), net=model().requires_grad_(False))

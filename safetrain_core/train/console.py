@@ -1,0 +1,64 @@
+"""What a run shows on the terminal: a row per step, a progress bar, warnings in a line, a summary."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..config import TrainConfig
+from ..records import StepLog
+from .result import FitResult
+
+__all__ = ["plain_warnings", "print_summary", "row_printer"]
+
+
+@contextlib.contextmanager
+def row_printer(total: int | None) -> Iterator[Callable[[StepLog], None]]:
+    """Prints rows to stdout; on a terminal, with a progress bar below them on stderr."""
+    bar: Any = None
+    if sys.stderr.isatty():
+        with contextlib.suppress(ImportError):
+            from tqdm import tqdm
+
+            bar = tqdm(total=total, unit="update", file=sys.stderr)
+
+    def show(row: StepLog) -> None:
+        if bar is None:
+            print(row, flush=True)
+        else:
+            bar.write(str(row), file=sys.stdout)
+            bar.update(not row.skipped)
+
+    try:
+        yield show
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+@contextlib.contextmanager
+def plain_warnings() -> Iterator[None]:
+    """A warning as one line, without the source line that raised it."""
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *rest, **named: print(f"warning: {message}", file=sys.stderr)
+        yield
+
+
+def print_summary(out: Path, config: TrainConfig, result: FitResult) -> None:
+    """What a run reached, a fact per line."""
+
+    def loss(value: float | None) -> str:
+        return "-" if value is None else f"{value:.4f}"
+
+    print(f"{result.status}: {out}")
+    print(f"  updates          {result.state.updates}")
+    print(f"  skips            {result.skips} of {result.state.step} steps")
+    print(f"  skip rate        {result.skip_rate:.1%}")
+    print(f"  first loss       {loss(result.first_loss)}")
+    print(f"  last loss        {loss(result.last_loss)}")
+    print(f"  validation loss  {loss(result.val_loss)}")
+    print(f"  log              {config.csv_log_path}", flush=True)
