@@ -182,8 +182,10 @@ def _train(args: argparse.Namespace) -> int:
     if config.csv_log_path is None:
         config = config.model_copy(update={"csv_log_path": str(args.out / "metrics.csv")})
     from .train.console import plain_warnings, print_summary
+    from .train.lock import folder_lock
 
-    with plain_warnings():
+    busy = f"--out {args.out} is in use by another run; name another folder, or wait for it"
+    with plain_warnings(), folder_lock(args.out, busy):
         status, result = _fit(args, config, yaml.safe_dump(config.model_dump(), sort_keys=False))
     print_summary(args.out, config, result)
     return status

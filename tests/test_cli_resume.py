@@ -108,13 +108,38 @@ def test_a_path_can_be_resumed_and_a_broken_one_is_refused_with_status_1(tmp_pat
 def test_resuming_into_another_run_is_refused_and_the_folder_is_as_before(tmp_path, text, capsys, more, told):
     out = tmp_path / "a"
     assert main(argv(out, text, "--steps", "8")) == 0
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    before = {path.name: path.read_bytes() for path in out.iterdir() if path.name != ".lock"}
     capsys.readouterr()
     assert main(argv(out, text, "--steps", "8", "--resume", "auto", *more)) == 1
     err = capsys.readouterr().err
     assert told in err
     assert len(err.splitlines()) == 1
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert {path.name: path.read_bytes() for path in out.iterdir() if path.name != ".lock"} == before
+
+
+def test_a_second_run_into_a_folder_in_use_is_refused_and_the_first_goes_on(tmp_path, text, capsys):
+    out = tmp_path / "a"
+    command = [
+        sys.executable,
+        "-m",
+        "safetrain_core",
+        *argv(out, text, "--steps", "100000", "--scheduler-type", "constant"),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        for line in child.stdout:
+            if line.startswith("STEP step= 10"):
+                break
+        for more in (["--overwrite"], ["--resume", "auto"]):
+            assert main(argv(out, text, *more)) == 2
+            err = capsys.readouterr().err
+            assert "is in use by another run" in err
+            assert len(err.splitlines()) == 1
+        child.send_signal(signal.SIGINT)
+        rest, _ = child.communicate(timeout=60)
+    assert child.returncode == 130
+    assert "interrupted" in rest
+    steps = [int(row["step"]) for row in csv.DictReader((out / "metrics.csv").open(newline=""))]
+    assert steps == list(range(1, len(steps) + 1))
 
 
 def test_verify_of_nothing_is_a_mistake(tmp_path, capsys):

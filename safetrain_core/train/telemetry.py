@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import IO, Any
 from torch import Tensor, nn
 
 from ..records import BASE_COLUMNS, BLOCK_COLUMN
+from .lock import lock
 
 __all__ = ["CsvLog", "block_columns", "blocks_of"]
 
@@ -63,7 +63,7 @@ class CsvLog:
     def _open(self, rotate: bool, resume_after: int | None) -> IO[str]:
         file = self.path.open("a+", encoding="utf-8", errors="surrogateescape", newline="")
         try:
-            _lock(file, self.path)
+            lock(file, f"csv log {self.path} is being written by another process; name another")
             file.seek(0)
             header = file.readline()
             if not header:
@@ -126,17 +126,6 @@ class CsvLog:
 
     def __exit__(self, *error: object) -> None:
         self._file.close()
-
-
-def _lock(file: IO[str], path: Path) -> None:
-    """One writer per log. Where the system has no advisory locks (Windows), nothing is checked."""
-    with contextlib.suppress(ImportError):
-        import fcntl
-
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"csv log {path} is being written by another process; name another") from None
 
 
 def blocks_of(model: nn.Module, given: Mapping[str, Any] | None = None) -> dict[str, list[Tensor]]:

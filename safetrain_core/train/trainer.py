@@ -157,6 +157,8 @@ class SafeTrainer:
                 self._take_in(self._deferred.look(), csv)
             if self.val_loader is not None and stop.received is None and self._validated_at != self.state.updates:
                 result.val_loss = self.validate()
+                if self._keeper is not None:
+                    self._keeper.save_if_due(result.val_loss)
             if self._keeper is not None:
                 self._keeper.save()
                 self._keeper.checkpoints.wait()
