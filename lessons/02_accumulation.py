@@ -28,7 +28,7 @@
 #
 # <!-- nav -->
 #
-# Previous: [Clipping and mixed precision](01_clipping_amp.ipynb) · Next: Checkpoint and resume (coming)
+# Previous: [Clipping and mixed precision](01_clipping_amp.ipynb) · Next: [Checkpoint and resume](03_checkpoint_resume.ipynb)
 #
 # <!-- /nav -->
 #

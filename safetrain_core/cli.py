@@ -121,7 +121,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         known = [option for action in train._actions for option in action.option_strings]
-        near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1)
+        near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1, cutoff=0.7)
         train.error(f"unknown argument {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
     return args
 
@@ -179,14 +179,12 @@ def _train(args: argparse.Namespace) -> int:
     if args.resume is not None and args.overwrite:
         raise ValueError("--resume continues the run in --out and --overwrite replaces it; say one of them")
     _claim_folder(args.out, args.overwrite or args.resume is not None)
-    if config.csv_log_path is None:
-        config = config.model_copy(update={"csv_log_path": str(args.out / "metrics.csv")})
     from .train.console import plain_warnings, print_summary
     from .train.lock import folder_lock
 
     busy = f"--out {args.out} is in use by another run; name another folder, or wait for it"
     with plain_warnings(), folder_lock(args.out, busy):
-        status, result = _fit(args, config, yaml.safe_dump(config.model_dump(), sort_keys=False))
+        status, result = _fit(args, config)
     print_summary(args.out, config, result)
     return status
 
@@ -210,7 +208,10 @@ def _verify(path: Path) -> int:
 
 def _claim_folder(out: Path, overwrite: bool) -> None:
     """Make ``out``, or refuse: it holds a run already, or cannot be written."""
-    held = [name for name in RUN_FILES if (out / name).exists()]
+    try:
+        held = [path.name for pattern in (*RUN_FILES, "step_*.pt") for path in out.glob(pattern)]
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be used: {error.strerror}; name another folder") from error
     if held and not overwrite:
         raise ValueError(
             f"--out {out} holds a run already ({held[0]}); add --resume to continue it, --overwrite to replace it, "
@@ -225,11 +226,12 @@ def _claim_folder(out: Path, overwrite: bool) -> None:
         raise ValueError(f"--out {out} cannot be written: {error.strerror}; name another folder") from error
 
 
-def _fit(args: argparse.Namespace, config: TrainConfig, as_yaml: str) -> tuple[int, FitResult]:
+def _fit(args: argparse.Namespace, config: TrainConfig) -> tuple[int, FitResult]:
     """Build corpus, model and trainer, and run. The old run in the folder goes only when all of that stands."""
     # Idle OpenMP threads sleep instead of spinning: on a busy machine a run of 5 s took 100 s otherwise.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
+    import yaml
     from torch.utils.data import DataLoader
 
     from .checkpoint.atomic import atomic_save, atomic_write_text
@@ -241,25 +243,31 @@ def _fit(args: argparse.Namespace, config: TrainConfig, as_yaml: str) -> tuple[i
     from .train.trainer import SafeTrainer
 
     try:
-        device = torch.empty(0, device=args.device).device
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"--device {args.device} is not available: {str(error).splitlines()[0]}; use --device cpu"
-        ) from error
+        device = torch.zeros(1, device=args.device).device
+        torch.zeros(1, device=device).tolist()  # the device "meta" holds no values
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = str(error).splitlines()[0][:90]
+        raise ValueError(f"--device {args.device} is not available ({why}); use --device cpu") from error
     size = MiniGPTConfig(1, args.context, args.layers, args.heads, args.width, args.dropout, args.tied)
     corpus = Corpus.from_files(args.corpus, size.context)
     torch.manual_seed(config.seed)
-    model = MiniGPT(dataclasses.replace(size, vocab_size=len(corpus.vocab))).to(device)
+    try:
+        model = MiniGPT(dataclasses.replace(size, vocab_size=len(corpus.vocab))).to(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"a model of {args.layers} x {args.width} does not fit: {str(error).splitlines()[0]}"
+        ) from error
     train = DataLoader(corpus.train, config.batch_size, shuffle=True)
     with row_printer(config.max_steps) as show:
         trainer = SafeTrainer(
             model,
-            config,
+            config.model_copy(update={"csv_log_path": config.csv_log_path or str(args.out / "metrics.csv")}),
             train,
             DataLoader(corpus.val, config.batch_size),
             next_token_loss,
             on_row=show,
             checkpoint_dir=args.out,
+            identity={"model": dataclasses.asdict(model.config), "corpus": corpus.sha256()},
         )
         weights = sum(p.numel() for p in model.parameters())
         about = f"MiniGPT with {weights:,} weights on {device}, {len(corpus.train):,} sequences of {size.context}"
@@ -269,7 +277,9 @@ def _fit(args: argparse.Namespace, config: TrainConfig, as_yaml: str) -> tuple[i
         else:
             for path in [*(args.out / name for name in RUN_FILES), *args.out.glob("step_*.pt")]:
                 path.unlink(missing_ok=True)
-        atomic_write_text(as_yaml, args.out / "config.yaml")
+        # As it is resolved, but for the log's default place: from this file another run must not write over this log.
+        resolved = {**trainer.config.model_dump(), "csv_log_path": config.csv_log_path}
+        atomic_write_text(yaml.safe_dump(resolved, sort_keys=False), args.out / "config.yaml")
         print(about, flush=True)
         try:
             result = trainer.fit()

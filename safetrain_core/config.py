@@ -19,8 +19,11 @@ from pydantic.fields import FieldInfo
 
 __all__ = ["TrainConfig", "allowed", "load_yaml", "reference_table"]
 
-Count = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
+#: No whole number is larger than what a 64-bit index holds; too large to be told as a range.
+LARGEST = 2**63 - 1
+
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
+Whole = Annotated[int, Field(ge=0, le=LARGEST)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -62,7 +65,7 @@ class TrainConfig(BaseModel):
     max_steps: Count | None = _knob(None, "optimizer updates; None = one epoch")
     learning_rate: Positive = _knob(1e-3, "peak learning rate")
     scale_lr_with_batch: bool = _knob(False, "learning rate x K x world size")
-    weight_decay: NotNegative = _knob(0.01, "decoupled weight decay")
+    weight_decay: NotNegative = _knob(0.01, "weight decay, off for norms and biases")
     optimizer_class: OptimizerClass = _knob("adamw", "what moves the weights")
     scheduler_type: SchedulerType = _knob("cosine", "learning-rate schedule")
     scheduler_total_steps: Count | None = _knob(None, "length of the schedule in updates; None = max_steps")
@@ -87,7 +90,7 @@ class TrainConfig(BaseModel):
     num_best_checkpoints: Whole = _knob(1, "checkpoints of lowest validation loss kept")
     async_save: bool = _knob(False, "write checkpoints beside training")
     eval_every_n_steps: Count | None = _knob(None, "updates between validations")
-    csv_log_path: str | None = _knob(None, "CSV file with a row per attempted step")
+    csv_log_path: Annotated[str, Field(min_length=1)] | None = _knob(None, "CSV file with a row per attempted step")
     csv_rotate_on_schema_change: bool = _knob(True, "set an old file with other columns aside")
     gradient_log_interval: Count = _knob(1, "steps between gradient statistics")
     telemetry_log_interval: Count = _knob(10, "steps between GPU readings and block norms")
@@ -190,7 +193,7 @@ def allowed(name: str) -> str:
         f"{sign} {getattr(limit, attr):g}"
         for limit in limits
         for sign, attr in [signs.get(type(limit), ("", ""))]
-        if sign
+        if sign and getattr(limit, attr) != LARGEST
     ]
     if ranges:
         text += " " + " and ".join(ranges)
@@ -198,7 +201,15 @@ def allowed(name: str) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-3 as a word, since it lacks the dot; every training config means the number."""
+    """YAML 1.1 reads 1e-3 as a word, since it lacks the dot, and lets the last of two equal keys win: not this one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As SafeLoader's, but a key that stands twice is an error."""
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+        if twice is not None:
+            raise ValueError(f"key {twice} stands twice")
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -223,14 +234,17 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         data = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"config file {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    except yaml.YAMLError as error:
+    except RecursionError:
+        raise ValueError(f"config file {path} is nested too deeply; it holds keys and plain values") from None
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"config file {path} is not YAML: {' '.join(str(error).split())}") from error
     if data is None:
         return {}
-    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+    odd = data if not isinstance(data, dict) else next((key for key in data if not isinstance(key, str)), None)
+    if odd is not None:
+        what = f"the key {odd!r}" if isinstance(data, dict) else f"a {type(data).__name__}"
         raise ValueError(
-            f"config file {path} holds a {type(data).__name__}, not a mapping of keys to values; "
-            "write lines like `batch_size: 16`"
+            f"config file {path} holds {what}, not a mapping of keys to values; write lines like `batch_size: 16`"
         )
     return data
 

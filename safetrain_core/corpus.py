@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,11 +73,11 @@ def read_text(path: str | Path) -> str:
     ValueError: corpus no-such-file.txt does not exist; name a UTF-8 text file
     """
     path = Path(path)
-    if not path.exists():
-        raise ValueError(f"corpus {path} does not exist; name a UTF-8 text file")
-    if path.is_dir():
-        raise ValueError(f"corpus {path} is a folder; name its text files, for example {path}/*.txt")
     try:
+        if not path.exists():
+            raise ValueError(f"corpus {path} does not exist; name a UTF-8 text file")
+        if path.is_dir():
+            raise ValueError(f"corpus {path} is a folder; name its text files, for example {path}/*.txt")
         raw = path.read_bytes()
     except OSError as error:
         raise ValueError(f"corpus {path} cannot be read: {error.strerror}") from error
@@ -140,7 +141,7 @@ class Corpus:
         vocab, ids = np.unique(points, return_inverse=True)
         self.vocab = "".join(map(chr, vocab.tolist()))
         self._id_of = {char: i for i, char in enumerate(self.vocab)}
-        tokens = torch.from_numpy(ids.reshape(-1).astype(np.int64))
+        tokens = self._tokens = torch.from_numpy(ids.reshape(-1).astype(np.int64))
         cut = len(tokens) - int(len(tokens) * val_fraction)
         self.train = TextWindows(tokens[:cut], context)
         self.val = TextWindows(tokens[cut:], context)
@@ -156,6 +157,10 @@ class Corpus:
     def from_files(cls, paths: Sequence[str | Path] | None, context: int) -> Corpus:
         """The texts of ``paths`` joined, in the order given; None = the default corpus."""
         return cls("\n".join(read_text(p) for p in paths or default_corpus_files()), context)
+
+    def sha256(self) -> str:
+        """Of the text: two corpora with the same sum are the same."""
+        return hashlib.sha256(self.vocab.encode("utf-8", "surrogatepass") + self._tokens.numpy().tobytes()).hexdigest()
 
     def encode(self, text: str) -> Tensor:
         """Characters -> ids, (len(text),) int64; ``ValueError`` names one that the vocabulary lacks."""

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from safetrain_core.cli import main
 
@@ -101,6 +102,7 @@ def test_a_path_can_be_resumed_and_a_broken_one_is_refused_with_status_1(tmp_pat
     ("more", "told"),
     [
         (["--width", "32"], "does not fit the model"),
+        (["--heads", "1"], "is of another run: its model is"),
         (["--optimizer-class", "adafactor"], "holds the optimizer"),
         (["--steps", "50"], "another schedule"),
     ],
@@ -140,6 +142,79 @@ def test_a_second_run_into_a_folder_in_use_is_refused_and_the_first_goes_on(tmp_
     assert "interrupted" in rest
     steps = [int(row["step"]) for row in csv.DictReader((out / "metrics.csv").open(newline=""))]
     assert steps == list(range(1, len(steps) + 1))
+
+
+def test_the_checkpoints_learning_rate_stands_through_a_chain_of_resumes(tmp_path, text):
+    out, options = tmp_path / "a", ["--scheduler-type", "constant", "--max-rolling-checkpoints", "9"]
+    for more in (
+        ["--steps", "5", "--learning-rate", "0.003"],
+        ["--steps", "6", "--resume"],
+        ["--steps", "7", "--resume"],
+    ):
+        assert main(argv(out, text, *options, *more)) == 0
+        assert yaml.safe_load((out / "config.yaml").read_text())["learning_rate"] == 0.003
+    assert main(argv(out, text, *options, "--steps", "8", "--learning-rate", "0.003", "--resume")) == 0
+    rates = {float(row["learning_rate"]) for row in csv.DictReader((out / "metrics.csv").open(newline=""))}
+    assert rates == {0.003}
+
+
+def test_another_corpus_is_another_run_and_other_settings_are_warned_of(tmp_path, text, capsys):
+    out = tmp_path / "a"
+    assert main(argv(out, text, "--steps", "8")) == 0
+    other = tmp_path / "other.txt"
+    other.write_text("a lazy dog jumps over the quick brown fox. the " * 60)
+    capsys.readouterr()
+    assert main(argv(out, str(other), "--steps", "8", "--resume")) == 1
+    err = capsys.readouterr().err
+    assert "is of another run" in err or "does not fit" in err
+    assert main(argv(out, text, "--steps", "8", "--resume", "--batch-size", "3")) == 0
+    assert "warning: resumed with other settings than it was saved with (batch_size 4 -> 3)" in capsys.readouterr().err
+
+
+def test_a_branch_from_an_older_checkpoint_is_what_goes_on_and_the_other_is_set_aside(tmp_path, text, capsys):
+    out = tmp_path / "a"
+    assert main(argv(out, text, "--max-rolling-checkpoints", "9")) == 0
+    killed_at(21, argv(out, text, "--resume", str(out / "step_00000018.pt"), "--checkpoint-every-n-steps", "1"))
+    assert (out / "step_00000040.pt.abandoned").exists()
+    assert main(argv(out, text, "--resume")) == 0
+    step = int(capsys.readouterr().out.split("resumed from step ")[-1].split(":")[0])
+    assert 18 <= step <= 25
+    steps = [int(row["step"]) for row in csv.DictReader((out / "metrics.csv").open(newline=""))]
+    assert steps == list(range(1, 41))
+
+
+def test_checkpoints_of_which_none_is_whole_are_no_fresh_start(tmp_path, text, capsys):
+    out = tmp_path / "a"
+    assert main(argv(out, text, "--steps", "8")) == 0
+    for path in out.glob("step_*.pt"):
+        path.write_bytes(path.read_bytes() + b"x")
+    assert main(argv(out, text, "--steps", "8", "--resume", "auto")) == 1
+    assert "is whole; move them away to start fresh" in capsys.readouterr().err
+    assert len((out / "metrics.csv").read_text().splitlines()) == 9
+
+
+def test_a_config_file_of_a_run_does_not_lead_another_run_into_its_log(tmp_path, text):
+    assert main(argv(tmp_path / "a", text, "--steps", "3")) == 0
+    before = (tmp_path / "a" / "metrics.csv").read_text()
+    assert main(argv(tmp_path / "b", text, "--config", str(tmp_path / "a" / "config.yaml"))) == 0
+    assert (tmp_path / "a" / "metrics.csv").read_text() == before
+    assert (tmp_path / "b" / "metrics.csv").exists()
+
+
+def test_a_log_path_that_is_somebody_elses_file_is_refused(tmp_path, text, capsys):
+    assert main(argv(tmp_path / "a", text, "--csv-log-path", text)) == 2
+    assert "holds something that is no log" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on file sizes, to have a full disk")
+def test_a_full_disk_is_one_line_and_leaves_no_temporary(tmp_path, text):
+    out = tmp_path / "a"
+    command = " ".join([sys.executable, "-m", "safetrain_core", *argv(out, text, "--width", "64")])
+    done = subprocess.run(["bash", "-c", f"trap '' XFSZ; ulimit -f 40; {command}"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "File too large" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert list(out.glob(".*.tmp")) == []
 
 
 def test_verify_of_nothing_is_a_mistake(tmp_path, capsys):

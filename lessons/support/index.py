@@ -87,12 +87,13 @@ LESSONS = (
 
 @dataclass(frozen=True)
 class Symptom:
-    """What is seen, why, what fixes it, and the lesson that breaks and fixes it."""
+    """What is seen, why, what fixes it, and the lesson that breaks and fixes it; ``also`` shows it in another form."""
 
     seen: str
     cause: str
     fix: str
     lesson: str
+    also: str = ""
 
 
 TRAINING = (
@@ -176,12 +177,14 @@ LOADING = (
         "a shard is incomplete, but the manifest beside it says nothing of that",
         "atomic writes, and a checksum for each shard on load",
         "04_sharded_resume",
+        also="03_checkpoint_resume",
     ),
     Symptom(
         "The disk is full in the middle of the run",
         "each save added a checkpoint and none was ever removed",
         "keep the last few with `rotate_checkpoints`",
         "04_sharded_resume",
+        also="03_checkpoint_resume",
     ),
 )
 
@@ -228,7 +231,8 @@ def lesson_list(name: str) -> str:
 def symptom_table(symptoms: tuple[Symptom, ...]) -> str:
     """What you see, why, what fixes it, where."""
     rows = [
-        f"| {SYMPTOMS.index(s) + 1} | {s.seen} | {s.cause} | {s.fix} | {link(s.lesson)} |"
+        f"| {SYMPTOMS.index(s) + 1} | {s.seen} | {s.cause} | {s.fix} | "
+        f"{', '.join(link(name) for name in (s.also, s.lesson) if name)} |"
         for s in symptoms
     ]
     return "\n".join(
@@ -245,7 +249,7 @@ def settles(name: str) -> str:
     lines = [
         f"- **{number}.** {s.seen}"
         for number, s in enumerate(SYMPTOMS, start=1)
-        if s.lesson == name
+        if name in (s.lesson, s.also)
     ]
     return "\n".join(
         [

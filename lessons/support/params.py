@@ -82,7 +82,11 @@ def whole_list(
 
 
 def lesson_args(
-    name: str, argv: Sequence[str] | None = None, **parameters: Parameter | int
+    name: str,
+    argv: Sequence[str] | None = None,
+    *,
+    refuse: Callable[[Any], str | None] | None = None,
+    **parameters: Parameter | int,
 ) -> SimpleNamespace:
     """The parameters of lesson ``name``, with ``seed`` and ``out`` added.
 
@@ -92,6 +96,7 @@ def lesson_args(
     Args:
         name: the lesson's file name without its ending.
         argv: the command line, for tests; None = ``sys.argv``, or nothing in a notebook.
+        refuse: gets all the values, and says what is wrong with them together, or nothing.
         parameters: a ``Parameter`` each, or a whole number for a count of at least 1.
 
     >>> lesson_args("01_clipping_amp", ["--num-steps", "5"], num_steps=20).num_steps
@@ -129,6 +134,8 @@ def lesson_args(
         help="folder for figures and tables (default %(default)s)",
     )
     args = parser.parse_args(list(argv))
+    if refuse is not None and (problem := refuse(args)):
+        parser.error(problem)
     if not notebook:
         _refuse_unwritable(parser, args.out)
     if not for_test:

@@ -122,18 +122,19 @@ class HashingWriter:
 
     def __init__(self, file: IO[bytes], pool: ThreadPoolExecutor) -> None:
         self._file, self._pool, self._sum = file, pool, hashlib.sha256()
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         """Write and hash one chunk; both are done when it returns, since the memory may be reused then."""
         view = memoryview(data).cast("B")
-        if len(view) < SMALL:
-            self._sum.update(view)
-            return self._file.write(view)
-        waiting = self._pool.submit(self._sum.update, view)
+        waiting = self._pool.submit(self._sum.update, view) if len(view) >= SMALL else None
         try:
             return self._file.write(view)
+        except OSError as error:
+            self.error = error
+            raise
         finally:
-            waiting.result()
+            self._sum.update(view) if waiting is None else waiting.result()
 
     def flush(self) -> None:
         """As a file's."""
@@ -162,7 +163,12 @@ def atomic_save(payload: Any, path: StrPath) -> str:
     payload = plain(payload)
     with ThreadPoolExecutor(1) as pool, atomic_open(path) as file:
         writer = HashingWriter(file, pool)
-        torch.save(payload, writer)  # type: ignore[arg-type]
+        try:
+            torch.save(payload, writer)  # type: ignore[arg-type]
+        except RuntimeError:
+            if writer.error is None:
+                raise
+            raise writer.error from None  # a full disk: torch's zip writer covers it by an error of its own
         digest = writer.hexdigest()
         file.write(TRAILER + digest.encode() + b"\n")
     return digest

@@ -65,6 +65,15 @@ class Checkpoints:
         self._writing: Future[Path] | None = None
         self._swept = False
 
+    def set_aside_after(self, step: int) -> list[Path]:
+        """A run goes on from ``step``: files of later steps are another branch's, and get the ending ``.abandoned``."""
+        later = [path for path in self.all() if int(path.stem.split("_")[1]) > step]
+        for path in later:
+            path.replace(path.with_name(path.name + ".abandoned"))
+        if later:
+            sync_folder(self.folder)
+        return later
+
     def due(self, updates: int) -> bool:
         """Whether a multiple of ``every_updates`` was passed, or ``every_seconds`` went by, since the last save."""
         by_count = self.every_updates is not None and (
@@ -83,6 +92,8 @@ class Checkpoints:
         Raises:
             ValueError, OSError: see ``atomic_save``; older files are as they were.
         """
+        if step < 0:
+            raise ValueError(f"step={step} must be at least 0")
         path = self.folder / f"step_{step:08d}.pt"
         self.wait()
         if self._pool is None:

@@ -54,7 +54,8 @@ class AmpTrainState:
             GradScaler is on, on any device, unless weights are bfloat16, which need no scaling.
         optimizer: the optimizer to step, over this model's parameters; by default AdamW(lr, weight_decay), fused.
             Clipping covers the parameters that the optimizer holds.
-        scheduler: a learning-rate schedule that advances once per optimizer step taken, never on a skip.
+        scheduler: a learning-rate schedule that advances once per optimizer step taken, never on a skip; not one that
+            waits for a metric, as ReduceLROnPlateau does.
         loss_fn: ``loss_fn(output, target) -> scalar``; by default ``mse_loss`` for floating-point targets, else
             ``cross_entropy``.
         inf_post_clip_threshold: refuse the step if max|g| after the clip is above this; 0 = no check. After a clip
@@ -122,6 +123,8 @@ class AmpTrainState:
             raise ValueError(f"loss_jump_factor={loss_jump_factor} must be above 1, or None for no limit")
         if keep_rows is not None and keep_rows < 1:
             raise ValueError(f"keep_rows={keep_rows} must be at least 1, or None to keep all")
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ValueError("ReduceLROnPlateau needs a metric for each step(); step it yourself after a validation")
         if amp_dtype is None and device_type not in DEFAULT_AMP_DTYPE:
             raise ValueError(
                 f"no default amp_dtype for device_type={device_type!r}; pass amp_dtype, torch.float32 for no autocast"
@@ -157,6 +160,7 @@ class AmpTrainState:
         self.counters = TrainState()
         self.skip_count = 0
         self.detail: GradientDetail | None = None
+        self._not_finite_by_design = {name for name, b in model.named_buffers() if not all_finite([b]).item()}
         self._alert = SkipRateAlert(skip_rate_alert, skip_rate_window)
         self.buffers = BufferKeeper(model)
 
@@ -180,7 +184,8 @@ class AmpTrainState:
 
         Raises:
             ValueError: an empty window; data on another device than the model; a loss that is not a scalar or not
-                connected to any weight of the optimizer. Whatever is raised, model and optimizer are as before.
+                connected to any weight of the optimizer. Whatever is raised before the update, model and optimizer are
+                as before.
         """
         window, scale = checked_window(micro_batches), self.scale
         lr = self.lr
@@ -188,20 +193,27 @@ class AmpTrainState:
         try:
             verdict = self._judge(window, detail)
             reason = verdict.reason
-            if examine and not all_finite([*self.model.parameters(), *self.model.buffers()]).item():
+            if examine and not all_finite(self.examined()).item():
                 reason = "non_finite_state"
             code = agree(0 if reason is None else 1 + SKIP_REASONS.index(reason), self.device)
             reason = SKIP_REASONS[code - 1] if code else None
             if reason is None:
                 self.scaling.take(self.optimizer)
-                self.advance_schedule()
             else:
                 self.leave_no_trace(overflowed=reason == "non_finite_grad")
         except BaseException:  # a Ctrl-C too: a window that was started ends in update()
             self.leave_no_trace(overflowed=False)
             raise
         self.detail = verdict.detail
-        return self.record(verdict._replace(reason=reason), lr, scale)
+        row = self.record(verdict._replace(reason=reason), lr, scale)
+        if reason is None:
+            self.advance_schedule()
+        return row
+
+    def examined(self) -> list[Tensor]:
+        """Weights and buffers that must be finite: all but buffers that were not from the start (a mask of -inf)."""
+        buffers = (b for name, b in self.model.named_buffers() if name not in self._not_finite_by_design)
+        return [*self.model.parameters(), *buffers]
 
     def _judge(self, window: list[tuple[Any, Any]], detail: bool) -> Verdict:
         losses, weights = self.passes.backward(window, look_early=self.check_loss_before_backward)

@@ -139,7 +139,7 @@ class DeferredSteps:
         amp = self.amp
         if not self._numbers:
             return []
-        last = [all_finite([*amp.model.parameters(), *amp.model.buffers()]), *(self._scaling or ())]
+        last = [all_finite(amp.examined()), *(self._scaling or ())]
         dtype = self._numbers[0].dtype
         read = iter(torch.cat([*self._numbers, torch.stack([t.to(dtype) for t in last])]).tolist())
         verdicts, scales = [], []

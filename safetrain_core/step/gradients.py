@@ -35,7 +35,7 @@ def params_with_grad(params: Params) -> list[Tensor]:
         params = params.parameters()
     elif isinstance(params, Tensor):
         params = [params]
-    held = [p for p in params if p.grad is not None and p.grad.numel() > 0]
+    held = list({id(p): p for p in params if p.grad is not None and p.grad.numel() > 0}.values())
     for param in held:
         if param.grad is not None and param.grad.is_sparse:
             raise ValueError(
@@ -84,7 +84,8 @@ def largest_magnitude(grads: list[Tensor]) -> float:
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """A 0-dim bool tensor, not yet read by the host: whether no floating-point tensor holds a NaN or an Inf."""
-    return magnitudes_of([t for t in tensors if t.is_floating_point() and t.numel() > 0]).isfinite().all()
+    floating = [t for t in tensors if t.is_floating_point() and t.numel() > 0]
+    return magnitudes_of(floating).isfinite().all() if floating else torch.tensor(True)
 
 
 def exact_norm(grads: list[Tensor], norm: float) -> float:

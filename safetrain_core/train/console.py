@@ -61,4 +61,4 @@ def print_summary(out: Path, config: TrainConfig, result: FitResult) -> None:
     print(f"  first loss       {loss(result.first_loss)}")
     print(f"  last loss        {loss(result.last_loss)}")
     print(f"  validation loss  {loss(result.val_loss)}")
-    print(f"  log              {config.csv_log_path}", flush=True)
+    print(f"  log              {config.csv_log_path or out / 'metrics.csv'}", flush=True)

@@ -24,7 +24,8 @@ class Cursor:
     ``state_dict`` and ``load_state_dict`` make a resumed run see each sample of the epoch exactly once. A loader with
     a ``state_dict`` of its own (torchdata's StatefulDataLoader) is used as it is. Any other is started again from the
     random states that its epoch began with, and its first batches are passed over; the present random states, and those
-    of the loader's own generators, are put back after that.
+    of the loader's own generators, are put back after that. Workers that persist over epochs keep random states of
+    their own, which nothing can put back: with random augmentation, leave ``persistent_workers`` off.
 
     >>> state = TrainState()
     >>> cursor = Cursor([(1, 2), (3, 4), (5, 6)], 2, torch.device("cpu"), state)

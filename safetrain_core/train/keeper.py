@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.atomic import atomic_write_text
+from ..checkpoint.atomic import atomic_write_text, plain
 from ..checkpoint.rolling import Checkpoints
 from ..checkpoint.single import check_fit, load_payload, read_checkpoint, run_payload
 from ..config import TrainConfig
@@ -19,6 +21,22 @@ from .result import FitResult
 from .retries import Retries
 
 __all__ = ["Keeper"]
+
+#: Settings that make a run what it is; a resume with others goes on, with a warning.
+SAME_RUN = (
+    "batch_size",
+    "gradient_accumulation_steps",
+    "loss_weighting",
+    "weight_decay",
+    "use_amp",
+    "amp_dtype",
+    "grad_clip_max_norm",
+    "inf_post_clip_threshold",
+    "nan_check_interval",
+    "loss_jump_factor",
+    "loss_jump_window",
+    "seed",
+)
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +55,7 @@ class Keeper:
         cursor: Cursor,
         retries: Retries,
         result: FitResult,
+        identity: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.amp, self.cursor, self.retries, self.result = config, amp, cursor, retries, result
         self.checkpoints = Checkpoints(
@@ -47,6 +66,8 @@ class Keeper:
             every_seconds=config.checkpoint_every_seconds,
             async_save=config.async_save,
         )
+        self.identity: dict[str, Any] = plain(dict(identity or {}), "identity")
+        self.validation_due = False
         self._saved_step: int | None = None
         self._bad: set[tuple[int, int]] = set()
 
@@ -80,6 +101,8 @@ class Keeper:
             "first_loss": self.result.first_loss,
             "last_loss": self.result.last_loss,
             "val_loss": self.result.val_loss,
+            "validation_due": self.validation_due,
+            "identity": self.identity,
         }
         self.checkpoints.save(payload, step, updates=amp.counters.updates, val_loss=val_loss)
         self._saved_step = step
@@ -92,26 +115,47 @@ class Keeper:
 
     # --- going back -------------------------------------------------------------------------------------------
 
+    def begin_fresh(self) -> None:
+        """``ValueError`` where the folder holds checkpoints: they are another run's, which this one would mix with."""
+        held = self.checkpoints.all()
+        if held:
+            raise ValueError(
+                f"{self.checkpoints.folder} holds checkpoints of a run already ({held[-1].name}); resume() it, "
+                "empty the folder, or name another"
+            )
+
     def resume(self, path: str | Path | None) -> Path | None:
         """Load ``path``, or the newest checkpoint that verifies; None where there is none to load.
 
         Raises:
-            CheckpointError: it cannot be trusted or does not fit; everything is as before.
+            CheckpointError: it cannot be trusted or does not fit, or there are some and none can be trusted; everything
+                is as before. ValueError: there is no such file.
         """
         found = Path(path) if path is not None else self.checkpoints.latest()
         if found is None:
+            held = self.checkpoints.all()
+            if held:
+                raise CheckpointError(
+                    f"none of the {len(held)} checkpoints in {self.checkpoints.folder} is whole; "
+                    "move them away to start fresh"
+                )
             return None
+        if not found.is_file():
+            raise ValueError(f"there is no checkpoint {found}; name a step_*.pt")
+        bad = self._read_bad_windows()
         payload = self._load(found)
         self.amp.counters.load_dict(payload["state"])
         told = payload.get("trainer") or {}
         self.amp.skip_count = told.get("skips", 0)
         self.retries.good_in_a_row = told.get("good_in_a_row", 0)
+        self.validation_due = told.get("validation_due", False)
         for name in ("first_loss", "last_loss", "val_loss"):
             setattr(self.result, name, told.get(name))
-        self._override_learning_rate(payload["config"])
+        self._settle_config(payload["config"] or {})
+        self.checkpoints.set_aside_after(self.amp.counters.step)
         self.checkpoints.began_at(self.amp.counters.updates)
         self._saved_step = self.amp.counters.step
-        self._bad = self._read_bad_windows()
+        self._bad = bad
         return found
 
     def _load(self, path: Path) -> dict[str, Any]:
@@ -120,21 +164,34 @@ class Keeper:
         TrainState.from_dict(payload["state"])
         if payload["loader"] is None:
             raise CheckpointError(f"{path} holds no data position; it was not saved by a trainer")
+        was = (payload.get("trainer") or {}).get("identity")
+        for name, value in self.identity.items():
+            if was is not None and was.get(name) != value:
+                raise CheckpointError(f"{path} is of another run: its {name} is {was.get(name)}, here {value}")
         load_payload(payload, amp.model, amp.optimizer, amp.scheduler, scaler=amp.scaler, loader=self.cursor)
         amp.scaling.forget()
         return payload
 
-    def _override_learning_rate(self, saved: dict[str, Any] | None) -> None:
-        """The checkpoint's learning rate stands, unless another one was asked for by name."""
-        asked, was = self.config.learning_rate, (saved or {}).get("learning_rate")
-        if "learning_rate" not in self.config.model_fields_set or was is None or asked == was:
-            return
-        log.warning("learning rate %g asked for; it replaces the checkpoint's %g", asked, was)
-        for group in self.amp.optimizer.param_groups:
-            for key in ("lr", "initial_lr"):
-                group[key] *= asked / was
-        if self.amp.scheduler is not None:
-            self.amp.scheduler.base_lrs = [lr * asked / was for lr in self.amp.scheduler.base_lrs]
+    def _settle_config(self, saved: dict[str, Any]) -> None:
+        """The checkpoint's learning rate stands, unless another was asked for by name; other changes are warned of."""
+        asked, was = self.config.learning_rate, saved.get("learning_rate", self.config.learning_rate)
+        if "learning_rate" not in self.config.model_fields_set:
+            self.config = self.config.model_copy(update={"learning_rate": was})
+        elif asked != was:
+            log.warning("learning rate %g asked for; it replaces the checkpoint's %g", asked, was)
+            for group in self.amp.optimizer.param_groups:
+                for key in ("lr", "initial_lr"):
+                    group[key] *= asked / was
+            if self.amp.scheduler is not None:
+                self.amp.scheduler.base_lrs = [lr * asked / was for lr in self.amp.scheduler.base_lrs]
+        now = self.config.model_dump()
+        different = [name for name in SAME_RUN if name in saved and saved[name] != now[name]]
+        changed = [f"{name} {saved[name]} -> {now[name]}" for name in different]
+        if changed:
+            warnings.warn(
+                f"resumed with other settings than it was saved with ({', '.join(changed)}): it is not the same run",
+                stacklevel=4,
+            )
 
     def roll_back(self, start: tuple[int, int]) -> bool:
         """After a loss jump in the window at ``start``: note it as bad, and go back to the newest checkpoint.
@@ -162,5 +219,8 @@ class Keeper:
         path = self.checkpoints.folder / BAD_WINDOWS
         if not path.exists():
             return set()
-        told = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-        return {(entry["epoch"], entry["batch_in_epoch"]) for entry in told}
+        try:
+            told = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+            return {(entry["epoch"], entry["batch_in_epoch"]) for entry in told}
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} is damaged ({error}); mend it or move it away") from error

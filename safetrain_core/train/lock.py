@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-__all__ = ["folder_lock", "lock"]
+__all__ = ["folder_lock", "lock", "unlock"]
 
 
 def lock(file: IO[Any], busy: str) -> None:
@@ -30,9 +30,20 @@ def lock(file: IO[Any], busy: str) -> None:
             raise ValueError(busy) from None
 
 
+def unlock(file: IO[Any]) -> None:
+    """Give the lock back, also where forked processes still have the file open."""
+    with contextlib.suppress(ImportError):
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
 @contextlib.contextmanager
 def folder_lock(folder: Path, busy: str) -> Iterator[None]:
     """Hold ``folder/.lock`` while entered; ``ValueError(busy)`` where another process holds it."""
     with open(folder / ".lock", "a") as file:
         lock(file, busy)
-        yield
+        try:
+            yield
+        finally:
+            unlock(file)

@@ -6,14 +6,51 @@ import csv
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..records import BASE_COLUMNS, BLOCK_COLUMN
-from .lock import lock
+from ..records import BASE_COLUMNS, BLOCK_COLUMN, StepLog
+from .lock import lock, unlock
 
-__all__ = ["CsvLog", "block_columns", "blocks_of"]
+__all__ = ["Attempt", "CsvLog", "block_columns", "block_norms", "blocks_of", "row_cells"]
+
+
+class Attempt(NamedTuple):
+    """What the log tells of an attempt besides its row; ``start`` is its (epoch, batch_in_epoch)."""
+
+    start: tuple[int, int]
+    samples: int
+    seconds: float
+    gradients: dict[str, float]
+
+
+def row_cells(row: StepLog, attempt: Attempt, updates: int, retries: int, val_loss: float | None) -> dict[str, Any]:
+    """A row of the log by its columns.
+
+    >>> row = StepLog(7, 0.1, 2.0, 1.0, 0.5, None)
+    >>> cells = row_cells(row, Attempt((0, 6), 32, 0.25, {"gradient_rms": 0.1}), updates=7, retries=0, val_loss=None)
+    >>> cells["gradient_norm"], cells["samples_per_s"], cells["gradient_rms"]
+    (2.0, 128.0, 0.1)
+    """
+    return {
+        "step": row.step,
+        "updates": updates,
+        "epoch": attempt.start[0],
+        "loss": row.loss,
+        "learning_rate": row.lr,
+        "gradient_norm": row.pre_clip,
+        "gradient_norm_clipped": row.post_clip,
+        "scaler_scale": row.scale,
+        "skipped": row.skipped,
+        "skip_reason": row.skip_reason,
+        "retries": retries,
+        "effective_batch_size": attempt.samples,
+        "step_time_ms": round(1000 * attempt.seconds, 3),
+        "samples_per_s": round(attempt.samples / attempt.seconds, 3),
+        "val_loss": val_loss,
+        **attempt.gradients,
+    }
 
 
 class CsvLog:
@@ -73,6 +110,8 @@ class CsvLog:
                 file.truncate(self._end_of(file, len(header.encode(errors="surrogateescape")), resume_after))
                 file.seek(0, io.SEEK_END)
                 return file
+            if there[:1] != ["step"]:
+                raise ValueError(f"csv log {self.path} holds something that is no log; name another file")
             if not rotate:
                 raise ValueError(self._in_the_way(tuple(there)))
             self._set_aside()
@@ -125,6 +164,7 @@ class CsvLog:
         return self
 
     def __exit__(self, *error: object) -> None:
+        unlock(self._file)  # a DataLoader's worker processes have inherited it
         self._file.close()
 
 

@@ -6,12 +6,13 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sized
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from ..config import TrainConfig
 from ..distributed import is_main, world_size
+from ..errors import TrainingFailed
 from ..records import BASE_COLUMNS, GRADIENT_COLUMNS, StepLog
 from ..step.deferred import DeferredSteps, can_defer
 from ..step.window import LossFn
@@ -22,7 +23,7 @@ from .retries import Retries
 from .safe_state import SafeState
 from .setup import amp_from_config, refuse_what_is_not_there_yet, seed_everything
 from .signals import StopSignals
-from .telemetry import CsvLog, block_columns, block_norms, blocks_of
+from .telemetry import Attempt, CsvLog, block_columns, block_norms, blocks_of, row_cells
 from .validation import validate
 
 __all__ = ["SafeTrainer"]
@@ -31,15 +32,6 @@ __all__ = ["SafeTrainer"]
 ROLL_BACK = ("loss_jump", "non_finite_state")
 
 Hook = Callable[[int, nn.Module], None]
-
-
-class Attempt(NamedTuple):
-    """What the log tells of an attempt besides its row."""
-
-    epoch: int
-    samples: int
-    seconds: float
-    gradients: dict[str, float]
 
 
 class SafeTrainer:
@@ -57,6 +49,7 @@ class SafeTrainer:
         checkpoint_dir: folder for rolling and best checkpoints; None = none. ``resume()`` continues from them.
             A loss jump then goes back to the newest one and replays the data from there without the bad window;
             else it goes back to a copy in memory, and the data goes on.
+        identity: plain values that say what model and data these are; a checkpoint with others is not resumed.
         blocks: name -> module or parameters, for ``enable_block_grad_norms``; default: the model's top-level blocks.
 
     ``fit()`` seeds Python, NumPy and torch with ``config.seed``, so that two runs of one config are the same run.
@@ -83,6 +76,7 @@ class SafeTrainer:
         before_step: Hook | None = None,
         fault: Hook | None = None,
         checkpoint_dir: str | Path | None = None,
+        identity: Mapping[str, Any] | None = None,
         blocks: Mapping[str, Any] | None = None,
     ) -> None:
         refuse_what_is_not_there_yet(config)
@@ -99,7 +93,7 @@ class SafeTrainer:
         self._retries = Retries(self.state, config.max_nan_retries, config.nan_retry_reset_updates)
         self._keeper: Keeper | None = None
         if checkpoint_dir is not None:
-            self._keeper = Keeper(checkpoint_dir, config, self.amp, self._cursor, self._retries, self.result)
+            self._keeper = Keeper(checkpoint_dir, config, self.amp, self._cursor, self._retries, self.result, identity)
             self._retries.newest_good = self._keeper.newest_good
         self._resumed = self._continues = self._fitted = False
         self._blocks = blocks_of(model, blocks) if config.enable_block_grad_norms else {}
@@ -110,6 +104,7 @@ class SafeTrainer:
         needs_safe = self._look_every > 1 or config.loss_jump_factor is not None
         self._safe = SafeState(self.amp) if needs_safe else None
         self._waiting: list[Attempt] = []
+        self._begun: tuple[int, int] | None = None
         self._stop = StopSignals()
         self._validated_at: int | None = None
 
@@ -125,6 +120,7 @@ class SafeTrainer:
         if self._keeper is None:
             raise ValueError("there is no checkpoint_dir to resume from; pass one to SafeTrainer")
         found = self._keeper.resume(path)
+        self.config = self._keeper.config
         self._resumed = found is not None
         self._continues = True
         return found
@@ -143,28 +139,50 @@ class SafeTrainer:
         if self._fitted:
             raise ValueError("this trainer has run; build a new SafeTrainer, and resume() it to go on")
         self._fitted = True
+        if self._keeper is not None and not self._resumed:
+            self._keeper.begin_fresh()
         if not self._resumed:
             seed_everything(config.seed)
         self.model.train()
         with contextlib.ExitStack() as stack:
             csv = self._open_log(stack)
-            stop = self._stop = stack.enter_context(StopSignals())
-            if self._safe is not None:
-                self._safe.capture()
-            while not self._ended() and self._one_pass(csv):
-                pass
-            if self._deferred is not None:
-                self._take_in(self._deferred.look(), csv)
-            if self.val_loader is not None and stop.received is None and self._validated_at != self.state.updates:
-                result.val_loss = self.validate()
-                if self._keeper is not None:
-                    self._keeper.save_if_due(result.val_loss)
-            if self._keeper is not None:
-                self._keeper.save()
-                self._keeper.checkpoints.wait()
-            result.signal = stop.received
+            self._stop = stack.enter_context(StopSignals())
+            try:
+                self._run(csv)
+            except TrainingFailed:
+                raise
+            except Exception:  # a hook's, the loader's, the model's: keep what was reached, and raise that one
+                with contextlib.suppress(Exception):
+                    self._save_what_stands()
+                raise
+            result.signal = self._stop.received
         result.status = "completed" if result.signal is None else "interrupted"
         return result
+
+    def _run(self, csv: CsvLog | None) -> None:
+        keeper = self._keeper
+        if self._safe is not None:
+            self._safe.capture()
+        if keeper is not None and keeper.validation_due:
+            keeper.save_if_due(self._measure())
+        while not self._ended() and self._one_pass(csv):
+            pass
+        if self._deferred is not None:
+            self._take_in(self._deferred.look(), csv)
+        if self.val_loader is not None and self._stop.received is None and self._validated_at != self.state.updates:
+            val_loss = self._measure()
+            if keeper is not None:
+                keeper.save_if_due(val_loss)
+        self._save_what_stands()
+
+    def _save_what_stands(self) -> None:
+        """The last checkpoint of a run, however it ends; not where attempts wait for their verdict."""
+        if self._keeper is None or self._waiting:
+            return
+        if self._begun is not None:  # a window that was begun and did not end is still to come
+            self.state.epoch, self.state.batch_in_epoch = self._begun
+        self._keeper.save()
+        self._keeper.checkpoints.wait()
 
     def _one_pass(self, csv: CsvLog | None) -> bool:
         """Windows from the present data position on; True when a loss jump has put it back, and it is to begin anew."""
@@ -172,16 +190,21 @@ class SafeTrainer:
             start = (self.state.epoch, self.state.batch_in_epoch - len(window))
             if self._keeper is not None and self._keeper.is_bad(start):
                 continue
+            self._begun = start
             for hook in self._hooks:
                 hook(self._next_step, self.model)
-            if self._take_in(self._attempt(window), csv, start):
+            rows = self._attempt(window, start)
+            self._begun = None
+            if self._take_in(rows, csv):
                 return True
             if self._ended():
                 return False
         return False
 
     def _ended(self) -> bool:
-        return self._stop.received is not None or self._reached(self.state.updates)
+        # With an interval a signal waits for the look: a look ahead of time would not be the same run when resumed.
+        stopped = self._stop.received is not None and not self._waiting
+        return stopped or self._reached(self.state.updates)
 
     def _reached(self, updates: int) -> bool:
         return self.config.max_steps is not None and updates >= self.config.max_steps
@@ -204,9 +227,9 @@ class SafeTrainer:
             )
         )
 
-    def _attempt(self, window: list[tuple[Any, Any]]) -> list[StepLog]:
+    def _attempt(self, window: list[tuple[Any, Any]], begin: tuple[int, int]) -> list[StepLog]:
         """Attempt one step; the rows that are known now: its own, none yet, or all since the last look."""
-        start, epoch, step = time.perf_counter(), self.state.epoch, self._next_step
+        start, step = time.perf_counter(), self._next_step
         rows: list[StepLog] = []
         gradients: dict[str, float] = {}
         if self._deferred is not None:
@@ -221,7 +244,7 @@ class SafeTrainer:
             rows = [self.amp.step_window(window, detail=light or heavy, examine=examine)]
             gradients = self._gradient_cells(light, heavy)
         samples = world_size() * sum(samples_in(targets) for _, targets in window)
-        self._waiting.append(Attempt(epoch, samples, time.perf_counter() - start, gradients))
+        self._waiting.append(Attempt(begin, samples, time.perf_counter() - start, gradients))
         return rows
 
     def _gradient_cells(self, light: bool, heavy: bool) -> dict[str, float]:
@@ -231,7 +254,7 @@ class SafeTrainer:
         cells = {"gradient_max_abs": detail.max_abs, "gradient_rms": detail.rms} if light else {}
         return cells | (block_norms(self._blocks, detail.norm_of) if heavy else {})
 
-    def _take_in(self, rows: list[StepLog], csv: CsvLog | None, start: tuple[int, int] | None = None) -> bool:
+    def _take_in(self, rows: list[StepLog], csv: CsvLog | None) -> bool:
         """Validate where due, log the rows, spend retries; then go back to a safe state, or keep a new one.
 
         True when the data position was put back too.
@@ -244,23 +267,24 @@ class SafeTrainer:
         poisoned = rows[-1].skip_reason == "non_finite_state"
         val_loss = None if back else self._validate_if_due(before)
         failure = None
-        for row, attempt in zip(rows, self._waiting, strict=True):
+        attempts, self._waiting = self._waiting, []
+        self.result.skips, self.result.rows = self.amp.skip_count, self.amp.log
+        for row, attempt in zip(rows, attempts, strict=True):
             last = row is rows[-1]
             updates += not row.skipped
             if not poisoned or last:
                 failure = failure or self._retries.spend(row)
             self.result.see(row)
             if csv is not None:
-                csv.write(self._cells(row, attempt, updates, val_loss if last else None))
-            if self.on_row is not None:
+                csv.write(row_cells(row, attempt, updates, self.state.retries, val_loss if last else None))
+        if self.on_row is not None:
+            for row in rows:
                 self.on_row(row)
-        self._waiting = []
-        self.result.skips, self.result.rows = self.amp.skip_count, self.amp.log
         if failure is not None:
             failure.result = self.result
             raise failure
-        jumped = rows[-1].skip_reason == "loss_jump"
-        if jumped and self._keeper is not None and start is not None and self._keeper.roll_back(start):
+        jump = next((a.start for a, row in zip(attempts, rows, strict=True) if row.skip_reason == "loss_jump"), None)
+        if jump is not None and self._keeper is not None and self._keeper.roll_back(jump):
             return True
         self._go_back_or_keep(back, before)
         self._cursor.settle()
@@ -270,26 +294,6 @@ class SafeTrainer:
                 self._keeper.save(val_loss)
             self._keeper.save_if_due(val_loss)
         return False
-
-    def _cells(self, row: StepLog, attempt: Attempt, updates: int, val_loss: float | None) -> dict[str, Any]:
-        return {
-            "step": row.step,
-            "updates": updates,
-            "epoch": attempt.epoch,
-            "loss": row.loss,
-            "learning_rate": row.lr,
-            "gradient_norm": row.pre_clip,
-            "gradient_norm_clipped": row.post_clip,
-            "scaler_scale": row.scale,
-            "skipped": row.skipped,
-            "skip_reason": row.skip_reason,
-            "retries": self.state.retries,
-            "effective_batch_size": attempt.samples,
-            "step_time_ms": round(1000 * attempt.seconds, 3),
-            "samples_per_s": round(attempt.samples / attempt.seconds, 3),
-            "val_loss": val_loss,
-            **attempt.gradients,
-        }
 
     def _go_back_or_keep(self, back: bool, updates_before: int) -> None:
         """Back to the safe state; or a new one: at a good look, or every ``loss_jump_window`` updates at n = 1."""
@@ -307,7 +311,12 @@ class SafeTrainer:
         every = self.config.eval_every_n_steps
         if self.val_loader is None or every is None or not _crossed(every, updates_before, self.state.updates):
             return None
+        return self._measure()
+
+    def _measure(self) -> float | None:
         self.result.val_loss, self._validated_at = self.validate(), self.state.updates
+        if self._keeper is not None:  # one that a signal cut short is made up for by the run that resumes
+            self._keeper.validation_due = self.result.val_loss is None
         return self.result.val_loss
 
     def validate(self) -> float | None:

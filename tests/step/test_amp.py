@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from safetrain_core import AmpTrainState, rolling_skip_rate
 from safetrain_core.step.scaling import MIN_SCALE
@@ -539,6 +540,12 @@ def test_devices_that_do_not_match_are_refused_with_both_named():
         (
             lambda: AmpTrainState(small_model(), optimizer=torch.optim.SGD(small_model().parameters(), lr=1)),
             "none of the model's trainable weights",
+        ),
+        (
+            lambda: (lambda m, o: AmpTrainState(m, optimizer=o, scheduler=ReduceLROnPlateau(o)))(
+                *(lambda m: (m, torch.optim.SGD(m.parameters(), lr=1)))(small_model())
+            ),
+            "ReduceLROnPlateau needs a metric",
         ),
         (lambda: AmpTrainState(small_model()).step_window([]), "0 micro-batches"),
         (lambda: AmpTrainState(small_model(), loss_fn=lambda out, y: out).step(X, Y), r"returned \(8, 2\)"),

@@ -149,6 +149,19 @@ def test_a_poisoned_buffer_is_found_too():
     assert steps.look()[0].skip_reason == "non_finite_state"
 
 
+def test_a_mask_of_minus_infinity_is_no_poison():
+    state = make()
+    state.model[0].register_buffer("mask", torch.full((2, 2), -math.inf))
+    looked = AmpTrainState(state.model, amp_dtype=torch.float32, optimizer=state.optimizer)
+    steps = DeferredSteps(looked)
+    steps.attempt(window("ok"))
+    assert steps.look()[0].skip_reason is None
+    assert looked.step_window(window("ok"), examine=True).skip_reason is None
+    looked.model[1].running_mean.fill_(math.nan)
+    looked.model.eval()
+    assert looked.step_window([(X, Y)], examine=True).skip_reason == "non_finite_state"
+
+
 def test_post_clip_guard_and_loss_jump_are_told_at_the_look():
     state = make(max_norm=0, inf_post_clip_threshold=10.0, loss_jump_factor=2.0, loss_jump_window=2)
     steps = DeferredSteps(state)

@@ -115,6 +115,12 @@ def test_no_gradients_is_a_norm_of_zero_and_empty_tensors_are_passed_over():
     assert not has_non_finite_grad(weights(torch.zeros(0)))
 
 
+def test_a_parameter_given_twice_counts_once():
+    (weight,) = weights(torch.tensor([3.0, 4.0]))
+    assert clip_global_l2_norm([weight, weight], 1.0) == (5.0, 1.0)
+    assert weight.grad.tolist() == pytest.approx([0.6, 0.8])
+
+
 def test_sparse_gradients_are_refused_by_name():
     embedding = nn.Embedding(5, 2, sparse=True)
     embedding(torch.tensor([1, 1, 3])).sum().backward()

@@ -167,6 +167,69 @@ def test_the_log_is_continued_without_a_gap_and_without_a_step_twice(tmp_path):
     assert list(tmp_path.glob("m.*.csv")) == []
 
 
+@pytest.mark.parametrize("stop", [2, 5, 7])
+def test_with_an_interval_a_signal_waits_for_the_look_and_the_resumed_run_is_the_same(tmp_path, stop):
+    options = {"max_steps": 14, "nan_check_interval": 4, "checkpoint_every_n_steps": 1000}
+    net, trainer = make(tmp_path / "a", LOADERS["shuffle"](), **options)
+    whole = trainer.fit()
+
+    def strike(step, _):
+        if step == stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    _, cut = make(tmp_path / "b", LOADERS["shuffle"](), fault=strike, **options)
+    assert cut.fit().state.step == (4 if stop < 5 else 8)
+    again, second = make(tmp_path / "b", LOADERS["shuffle"](), **options)
+    second.resume()
+    rows = second.fit().rows
+    assert rows == whole.rows[-len(rows) :]
+    assert all(torch.equal(v, again.state_dict()[k]) for k, v in net.state_dict().items())
+
+
+def test_a_folder_of_another_run_is_refused_by_a_fresh_one(tmp_path):
+    make(tmp_path, LOADERS["shuffle"](), max_steps=3)[1].fit()
+    with pytest.raises(ValueError, match="holds checkpoints of a run already"):
+        make(tmp_path, LOADERS["shuffle"](), max_steps=3)[1].fit()
+
+
+def test_an_exception_of_a_hook_or_the_loader_leaves_a_checkpoint_to_go_on_from(tmp_path):
+    def fails(step, net):
+        if step == 6:
+            raise OSError("the data server is gone")
+
+    options = {"max_steps": 10, "checkpoint_every_n_steps": 1000, "scheduler_type": "constant"}
+    net, trainer = make(tmp_path, LOADERS["generator"](), fault=fails, **options)
+    with pytest.raises(OSError, match="data server"):
+        trainer.fit()
+    first = list(net.seen)
+    net, second = make(tmp_path, LOADERS["generator"](), **options)
+    assert second.resume().name == "step_00000005.pt"
+    net.seen = []
+    second.fit()
+    assert sorted(first + net.seen) == list(range(20))
+
+
+def test_a_validation_that_a_signal_cut_short_is_made_up_for(tmp_path):
+    class Val:
+        strikes = True
+
+        def __iter__(self):
+            for i in range(3):
+                if i == 1 and self.strikes:
+                    os.kill(os.getpid(), signal.SIGINT)
+                yield DATA[i][0].reshape(1, 3), DATA[i][1].reshape(1, 1)
+
+    loader, options = Val(), {"max_steps": 4, "eval_every_n_steps": 2}
+    config = TrainConfig(**options)
+    cut = SafeTrainer(Seen(), config, LOADERS["shuffle"](), loader, nn.functional.mse_loss, checkpoint_dir=tmp_path)
+    assert cut.fit().val_loss is None
+    loader.strikes = False
+    again = SafeTrainer(Seen(), config, LOADERS["shuffle"](), loader, nn.functional.mse_loss, checkpoint_dir=tmp_path)
+    again.resume()
+    again.fit()
+    assert '"step_00000002.pt"' in (tmp_path / "best.json").read_text() or again._keeper.checkpoints.best() is not None
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_a_checkpoint_of_the_step_it_ended_with(tmp_path, number):
     def strike(row):
