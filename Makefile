@@ -28,7 +28,7 @@ $(READY): pyproject.toml constraints.txt
 setup: $(READY)  ## create .venv with the pinned packages
 
 lab: $(READY)  ## open the lessons in JupyterLab
-	$(BIN)/jupyter lab lessons/00_start_here.ipynb $(LAB_ARGS)
+	$(BIN)/jupyter lab --ServerApp.root_dir=lessons --LabApp.default_url=/lab/tree/00_start_here.ipynb $(LAB_ARGS)
 
 lessons: $(READY)  ## run every lesson headless
 	@set -e; for lesson in $(LESSONS); do echo "== $$lesson"; $(BIN)/python $$lesson; done
