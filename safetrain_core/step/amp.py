@@ -30,7 +30,7 @@ from ..distributed import agree, world_size
 from ..records import SKIP_REASONS, SkipLog, SkipRateAlert, StepLog, TrainState
 from .buffers import BufferKeeper
 from .gradients import DEFAULT_MAX_NORM, all_finite, params_with_grad
-from .refusals import checked_trainable, refuse_foreign_optimizer
+from .refusals import checked_trainable, refuse_arguments, refuse_foreign_optimizer
 from .scaling import LossScaling
 from .verdict import GradientDetail, Limits, Verdict, judge
 from .window import UNCONNECTED, LossFn, WindowPass, checked_window
@@ -114,17 +114,7 @@ class AmpTrainState:
         skip_rate_window: int = 1000,
         keep_rows: int | None = None,
     ) -> None:
-        for name, value in (("max_norm", max_norm), ("inf_post_clip_threshold", inf_post_clip_threshold)):
-            if not value >= 0:
-                raise ValueError(f"{name}={value} must be at least 0 (0 = off)")
-        if loss_weighting not in ("equal", "tokens"):
-            raise ValueError(f"loss_weighting={loss_weighting!r} must be equal or tokens")
-        if loss_jump_factor is not None and not loss_jump_factor > 1:
-            raise ValueError(f"loss_jump_factor={loss_jump_factor} must be above 1, or None for no limit")
-        if keep_rows is not None and keep_rows < 1:
-            raise ValueError(f"keep_rows={keep_rows} must be at least 1, or None to keep all")
-        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise ValueError("ReduceLROnPlateau needs a metric for each step(); step it yourself after a validation")
+        refuse_arguments(max_norm, inf_post_clip_threshold, loss_weighting, loss_jump_factor, keep_rows, scheduler)
         if amp_dtype is None and device_type not in DEFAULT_AMP_DTYPE:
             raise ValueError(
                 f"no default amp_dtype for device_type={device_type!r}; pass amp_dtype, torch.float32 for no autocast"

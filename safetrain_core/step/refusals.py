@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["checked_trainable", "refuse_data_elsewhere", "refuse_foreign_optimizer"]
+__all__ = ["checked_trainable", "refuse_arguments", "refuse_data_elsewhere", "refuse_foreign_optimizer"]
 
 
 def checked_trainable(model: nn.Module, device_type: str, amp_dtype: torch.dtype) -> list[nn.Parameter]:
@@ -75,3 +75,25 @@ def refuse_data_elsewhere(inputs: Any, targets: Any, device_type: str) -> None:
             raise ValueError(
                 f"{name} are on {data.device} but the model is on {device_type}; move them with .to({device_type!r})"
             )
+
+
+def refuse_arguments(
+    max_norm: float,
+    inf_post_clip_threshold: float,
+    loss_weighting: str,
+    loss_jump_factor: float | None,
+    keep_rows: int | None,
+    scheduler: Any,
+) -> None:
+    """``ValueError`` with name, value and limit of an argument of ``AmpTrainState`` that is out of range."""
+    for name, value in (("max_norm", max_norm), ("inf_post_clip_threshold", inf_post_clip_threshold)):
+        if not value >= 0:
+            raise ValueError(f"{name}={value} must be at least 0 (0 = off)")
+    if loss_weighting not in ("equal", "tokens"):
+        raise ValueError(f"loss_weighting={loss_weighting!r} must be equal or tokens")
+    if loss_jump_factor is not None and not loss_jump_factor > 1:
+        raise ValueError(f"loss_jump_factor={loss_jump_factor} must be above 1, or None for no limit")
+    if keep_rows is not None and keep_rows < 1:
+        raise ValueError(f"keep_rows={keep_rows} must be at least 1, or None to keep all")
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise ValueError("ReduceLROnPlateau needs a metric for each step(); step it yourself after a validation")

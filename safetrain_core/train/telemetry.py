@@ -11,9 +11,10 @@ from typing import IO, Any, NamedTuple
 from torch import Tensor, nn
 
 from ..records import BASE_COLUMNS, BLOCK_COLUMN, StepLog
+from ..step.verdict import GradientDetail
 from .lock import lock, unlock
 
-__all__ = ["Attempt", "CsvLog", "block_columns", "block_norms", "blocks_of", "row_cells"]
+__all__ = ["Attempt", "CsvLog", "block_columns", "block_norms", "blocks_of", "gradient_cells", "row_cells"]
 
 
 class Attempt(NamedTuple):
@@ -228,3 +229,18 @@ def block_norms(blocks: Mapping[str, list[Tensor]], norm_of: Mapping[Tensor, flo
         BLOCK_COLUMN + name: sum(norm_of[w] ** 2 for w in weights if w in norm_of) ** 0.5
         for name, weights in blocks.items()
     }
+
+
+def gradient_cells(
+    detail: GradientDetail | None, blocks: Mapping[str, list[Tensor]], *, statistics: bool
+) -> dict[str, float]:
+    """The cells of a row about its gradients; none for a step whose gradients were not finite.
+
+    >>> weight = nn.Parameter()
+    >>> gradient_cells(GradientDetail({weight: 3.0}, 2.5, 0.5), {"head": [weight]}, statistics=True)
+    {'gradient_max_abs': 2.5, 'gradient_rms': 0.5, 'grad_norm_head': 3.0}
+    """
+    if detail is None:
+        return {}
+    cells = {"gradient_max_abs": detail.max_abs, "gradient_rms": detail.rms} if statistics else {}
+    return {**cells, **block_norms(blocks, detail.norm_of)}

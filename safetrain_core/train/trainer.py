@@ -23,7 +23,7 @@ from .retries import Retries
 from .safe_state import SafeState
 from .setup import amp_from_config, refuse_what_is_not_there_yet, seed_everything
 from .signals import StopSignals
-from .telemetry import Attempt, CsvLog, block_columns, block_norms, blocks_of, row_cells
+from .telemetry import Attempt, CsvLog, block_columns, blocks_of, gradient_cells, row_cells
 from .validation import validate
 
 __all__ = ["SafeTrainer"]
@@ -218,14 +218,8 @@ class SafeTrainer:
         if path is None or not is_main():
             return None
         columns = [*BASE_COLUMNS, *GRADIENT_COLUMNS, *block_columns(self._blocks)]
-        return stack.enter_context(
-            CsvLog(
-                path,
-                columns,
-                rotate=self.config.csv_rotate_on_schema_change,
-                resume_after=self.state.step if self._continues else None,
-            )
-        )
+        rotate, after = self.config.csv_rotate_on_schema_change, self.state.step if self._continues else None
+        return stack.enter_context(CsvLog(path, columns, rotate=rotate, resume_after=after))
 
     def _attempt(self, window: list[tuple[Any, Any]], begin: tuple[int, int]) -> list[StepLog]:
         """Attempt one step; the rows that are known now: its own, none yet, or all since the last look."""
@@ -242,17 +236,10 @@ class SafeTrainer:
             heavy = bool(self._blocks) and step % self.config.telemetry_log_interval == 0
             examine = self._look_every > 1 and step % self._look_every == 0
             rows = [self.amp.step_window(window, detail=light or heavy, examine=examine)]
-            gradients = self._gradient_cells(light, heavy)
+            gradients = gradient_cells(self.amp.detail, self._blocks if heavy else {}, statistics=light)
         samples = world_size() * sum(samples_in(targets) for _, targets in window)
         self._waiting.append(Attempt(begin, samples, time.perf_counter() - start, gradients))
         return rows
-
-    def _gradient_cells(self, light: bool, heavy: bool) -> dict[str, float]:
-        detail = self.amp.detail
-        if detail is None:
-            return {}
-        cells = {"gradient_max_abs": detail.max_abs, "gradient_rms": detail.rms} if light else {}
-        return cells | (block_norms(self._blocks, detail.norm_of) if heavy else {})
 
     def _take_in(self, rows: list[StepLog], csv: CsvLog | None) -> bool:
         """Validate where due, log the rows, spend retries; then go back to a safe state, or keep a new one.
