@@ -14,9 +14,9 @@ import json
 import os
 import pathlib
 import tempfile
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
 import numpy as np
@@ -30,8 +30,7 @@ __all__ = ["TRAILER", "atomic_save", "atomic_write_bytes", "atomic_write_json", 
 TRAILER = b"\nsafetrain-sha256:"
 TRAILER_BYTES = len(TRAILER) + 64 + 1
 
-#: Chunks below this are hashed where they are written; above, in a thread beside the write.
-SMALL = 1 << 16
+#: Bytes read at a time.
 CHUNK = 1 << 22
 
 StrPath = str | os.PathLike[str]
@@ -51,8 +50,9 @@ def atomic_open(path: StrPath) -> Iterator[IO[bytes]]:
     target = pathlib.Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    os.close(handle)
     try:
-        with open(handle, "wb") as file:
+        with open(temporary, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -117,31 +117,51 @@ def atomic_write_json(value: Any, path: StrPath) -> str:
     return atomic_write_text(json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n", path)
 
 
-class HashingWriter:
-    """A file object for ``torch.save``: what is written is hashed meanwhile, in a thread where that pays."""
+class FollowingSum:
+    """The sha256 of a file that is being written, by a thread that reads behind the writer, out of the page cache.
 
-    def __init__(self, file: IO[bytes], pool: ThreadPoolExecutor) -> None:
-        self._file, self._pool, self._sum = file, pool, hashlib.sha256()
+    So the sum is ready about when the data is on the disk, and nothing is hashed that was not written. Reading behind
+    takes one chunk of memory, and works for tensors whose memory is gone once they are written (a GPU's).
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
         self.error: OSError | None = None
+        self._file, self._sum, self._done = file, hashlib.sha256(), 0
+        self._more, self._ended = threading.Event(), False
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
 
     def write(self, data: Any) -> int:
-        """Write and hash one chunk; both are done when it returns, since the memory may be reused then."""
-        view = memoryview(data).cast("B")
-        waiting = self._pool.submit(self._sum.update, view) if len(view) >= SMALL else None
+        """For ``torch.save``: write a chunk, and wake the reader."""
         try:
-            return self._file.write(view)
+            return self._file.write(data)
         except OSError as error:
-            self.error = error
+            self.error = error  # torch's zip writer covers it by an error of its own
             raise
         finally:
-            self._sum.update(view) if waiting is None else waiting.result()
+            self._more.set()
 
     def flush(self) -> None:
         """As a file's."""
         self._file.flush()
 
-    def hexdigest(self) -> str:
-        """The sha256 of all that was written."""
+    def _follow(self) -> None:
+        chunk = memoryview(bytearray(CHUNK))
+        with open(self._file.name, "rb", buffering=0) as reader:  # a position of its own
+            while True:
+                ended = self._ended
+                while count := reader.readinto(chunk):
+                    self._sum.update(chunk[:count])
+                if ended:
+                    return
+                self._more.wait()
+                self._more.clear()
+
+    def finish(self) -> str:
+        """After a flush, and nothing more to come: the sum of all that was written."""
+        self._ended = True
+        self._more.set()
+        self._thread.join()
         return self._sum.hexdigest()
 
 
@@ -161,15 +181,18 @@ def atomic_save(payload: Any, path: StrPath) -> str:
     (True, 'hello')
     """
     payload = plain(payload)
-    with ThreadPoolExecutor(1) as pool, atomic_open(path) as file:
-        writer = HashingWriter(file, pool)
+    with atomic_open(path) as file:
+        following = FollowingSum(file)
         try:
-            torch.save(payload, writer)  # type: ignore[arg-type]
+            torch.save(payload, following)  # type: ignore[arg-type]
+            file.flush()
+            os.fsync(file.fileno())  # the long wait; the sum is made meanwhile
         except RuntimeError:
-            if writer.error is None:
+            if following.error is None:
                 raise
-            raise writer.error from None  # a full disk: torch's zip writer covers it by an error of its own
-        digest = writer.hexdigest()
+            raise following.error from None
+        finally:
+            digest = following.finish()
         file.write(TRAILER + digest.encode() + b"\n")
     return digest
 

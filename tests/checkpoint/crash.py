@@ -38,9 +38,10 @@ class Recorder:
         def opened(target: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             file = real_open(target, mode, *args, **kwargs)
             if "w" in mode:
-                if not isinstance(target, int):
-                    self._names[file.fileno()] = os.path.basename(target)
-                    self.ops.append(("create", os.path.basename(target)))
+                name = os.path.basename(target)
+                self._names[file.fileno()] = name
+                if ("create", name) not in self.ops:  # not the one that mkstemp has made already
+                    self.ops.append(("create", name))
                 return Traced(file, self)
             return file
 

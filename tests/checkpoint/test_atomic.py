@@ -89,7 +89,7 @@ def no_space(*_):
     [
         (("os.fsync", no_space), OSError),
         (("os.replace", no_space), OSError),
-        (("HashingWriter.write", no_space), OSError),
+        (("FollowingSum.write", no_space), OSError),
         (("os.fsync", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)), KeyboardInterrupt),
         (None, ValueError),
     ],
