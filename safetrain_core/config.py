@@ -152,7 +152,8 @@ def _explain(error: Any) -> str:
     if key not in TrainConfig.model_fields:
         return str(error["msg"]).removeprefix("Value error, ")
     wrong_type = kind.endswith("_type") and not kind.startswith("none")
-    return f"{key}={value!r} is {'of the wrong type' if wrong_type else 'out of range'}; allowed: {allowed(key)}"
+    value = repr(value) if len(repr(value)) <= 60 else repr(value)[:60] + "..."
+    return f"{key}={value} is {'of the wrong type' if wrong_type else 'out of range'}; allowed: {allowed(key)}"
 
 
 def _parts(annotation: Any) -> list[Any]:
@@ -205,7 +206,8 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """As SafeLoader's, but a key that stands twice is an error."""
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        plain = (key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge")
+        keys = [self.construct_object(key, deep=True) for key in plain]
         twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
         if twice is not None:
             raise ValueError(f"key {twice} stands twice")

@@ -132,6 +132,12 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path, content, told):
     assert len(str(caught.value).splitlines()) == 1
 
 
+def test_yaml_merge_keys_work(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("<<: {batch_size: 3, seed: 1}\nseed: 2\n")
+    assert load_yaml(path) == {"batch_size": 3, "seed": 2}
+
+
 def test_an_empty_file_is_the_defaults(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("# nothing yet\n")

@@ -57,7 +57,12 @@ def save(how: str, folder: Path) -> None:
     elif how == "atomic":
         atomic_save(lab.small_payload(1), path)
         opened = open
-        atomic.open = lambda target, mode: Pausing(opened(target, mode), note)  # type: ignore[attr-defined]
+
+        def pausing(target: Any, mode: str, **options: Any) -> Any:
+            file = opened(target, mode, **options)
+            return file if "r" in mode else Pausing(file, note)
+
+        atomic.open = pausing  # type: ignore[attr-defined]
         atomic_save(lab.small_payload(2), path)
     else:
         raise ValueError(f"no way to save is called {how}")

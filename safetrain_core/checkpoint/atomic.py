@@ -13,7 +13,8 @@ import hashlib
 import json
 import os
 import pathlib
-import tempfile
+import secrets
+import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ StrPath = str | os.PathLike[str]
 def atomic_open(path: StrPath) -> Iterator[IO[bytes]]:
     """A file to write; it takes the place of ``path`` when the block ends well, and is removed when it does not.
 
+    >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with contextlib.suppress(KeyError), atomic_open(folder + "/a.bin") as file:
     ...         _ = file.write(b"half")
@@ -49,26 +51,18 @@ def atomic_open(path: StrPath) -> Iterator[IO[bytes]]:
     """
     target = pathlib.Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-    os.close(handle)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o666 & ~_umask())
         os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
     sync_folder(target.parent)
-
-
-def _umask() -> int:
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
 
 
 def sync_folder(folder: StrPath) -> None:
@@ -85,6 +79,7 @@ def sync_folder(folder: StrPath) -> None:
 def atomic_write_bytes(data: bytes, path: StrPath) -> str:
     """Write ``data`` to ``path`` whole or not at all; returns its sha256.
 
+    >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     digest = atomic_write_bytes(b"abc", folder + "/new/a.bin")
     >>> digest[:8]
@@ -98,6 +93,7 @@ def atomic_write_bytes(data: bytes, path: StrPath) -> str:
 def atomic_write_text(text: str, path: StrPath) -> str:
     """``atomic_write_bytes`` of UTF-8 text.
 
+    >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = atomic_write_text("läuft", folder + "/a.txt")
     ...     print(pathlib.Path(folder, "a.txt").read_text(encoding="utf-8"))
@@ -109,6 +105,7 @@ def atomic_write_text(text: str, path: StrPath) -> str:
 def atomic_write_json(value: Any, path: StrPath) -> str:
     """``atomic_write_text`` of JSON with sorted keys; ``ValueError`` or ``TypeError`` before anything is written.
 
+    >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = atomic_write_json({"b": 1, "a": None}, folder + "/a.json")
     ...     print(pathlib.Path(folder, "a.json").read_text().split())
@@ -126,8 +123,10 @@ class FollowingSum:
 
     def __init__(self, file: IO[bytes]) -> None:
         self.error: OSError | None = None
-        self._file, self._sum, self._done = file, hashlib.sha256(), 0
+        self._file, self._sum = file, hashlib.sha256()
         self._more, self._ended = threading.Event(), False
+        self._failed: BaseException | None = None
+        self._reader = open(file.name, "rb", buffering=0)  # noqa: SIM115  closed by finish()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
 
@@ -146,22 +145,30 @@ class FollowingSum:
         self._file.flush()
 
     def _follow(self) -> None:
+        try:
+            self._sum_up()
+        except BaseException as error:  # noqa: BLE001  told by finish(), in the thread that saves
+            self._failed = error
+
+    def _sum_up(self) -> None:
         chunk = memoryview(bytearray(CHUNK))
-        with open(self._file.name, "rb", buffering=0) as reader:  # a position of its own
-            while True:
-                ended = self._ended
-                while count := reader.readinto(chunk):
-                    self._sum.update(chunk[:count])
-                if ended:
-                    return
-                self._more.wait()
-                self._more.clear()
+        while True:
+            ended = self._ended
+            while count := self._reader.readinto(chunk):  # type: ignore[attr-defined]
+                self._sum.update(chunk[:count])
+            if ended:
+                return
+            self._more.wait()
+            self._more.clear()
 
     def finish(self) -> str:
-        """After a flush, and nothing more to come: the sum of all that was written."""
+        """After a flush, and nothing more to come: the sum of all that was written; what kept it from being made."""
         self._ended = True
         self._more.set()
         self._thread.join()
+        self._reader.close()
+        if self._failed is not None:
+            raise self._failed
         return self._sum.hexdigest()
 
 
@@ -175,6 +182,7 @@ def atomic_save(payload: Any, path: StrPath) -> str:
         ValueError: the payload holds something that could not be read back; the message says where.
         OSError: the disk is full, the folder cannot be written, ...; an older file at ``path`` is left whole.
 
+    >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     digest = atomic_save({"weight": torch.ones(2), "note": "hello"}, folder + "/a.pt")
     ...     verify(folder + "/a.pt") == digest, torch.load(folder + "/a.pt", weights_only=True)["note"]
@@ -187,12 +195,13 @@ def atomic_save(payload: Any, path: StrPath) -> str:
             torch.save(payload, following)  # type: ignore[arg-type]
             file.flush()
             os.fsync(file.fileno())  # the long wait; the sum is made meanwhile
-        except RuntimeError:
-            if following.error is None:
-                raise
-            raise following.error from None
-        finally:
-            digest = following.finish()
+        except BaseException as error:
+            with contextlib.suppress(BaseException):
+                following.finish()
+            if isinstance(error, RuntimeError) and following.error is not None:
+                raise following.error from None
+            raise
+        digest = following.finish()
         file.write(TRAILER + digest.encode() + b"\n")
     return digest
 
@@ -209,6 +218,8 @@ def verify(path: StrPath, *, progress: Callable[[int], None] | None = None) -> s
     safetrain_core.errors.CheckpointError: no-such.pt is missing; nothing can be loaded from it
     """
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise CheckpointError(f"{path} cannot be read: it is no file; name a checkpoint")
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             end = size - TRAILER_BYTES

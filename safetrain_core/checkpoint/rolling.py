@@ -180,7 +180,9 @@ class Checkpoints:
             told = json.loads((self.folder / BEST).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return {name: loss for name, loss in told.items() if (self.folder / name).exists()}
+        entries = told.items() if isinstance(told, dict) else ()
+        sound = {n: v for n, v in entries if isinstance(v, int | float) and math.isfinite(v) and NAME.fullmatch(n)}
+        return {name: loss for name, loss in sound.items() if (self.folder / name).exists()}
 
 
 def detached_copy(value: Any, _seen: dict[Any, torch.Tensor] | None = None) -> Any:

@@ -135,7 +135,7 @@ class Cursor:
             generator.set_state(saved)
         if state["stateful"] is not None:
             self.loader.load_state_dict(state["stateful"])  # type: ignore[attr-defined]
-        self._resume = state
+        self._resume, self._epoch_start = state, state["epoch_start"]
 
 
 def batch_to(device: torch.device, batch: Any) -> tuple[Any, Any]:

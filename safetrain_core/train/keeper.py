@@ -208,7 +208,7 @@ class Keeper:
         counters = self.amp.counters
         step, retries = counters.step, counters.retries
         counters.load_dict({**self._load(path)["state"], "step": step, "retries": retries})
-        self._saved_step = None
+        self.save()  # attempts and retries outlive a kill, too
         return True
 
     def is_bad(self, start: tuple[int, int]) -> bool:

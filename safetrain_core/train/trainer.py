@@ -105,6 +105,7 @@ class SafeTrainer:
         self._safe = SafeState(self.amp) if needs_safe else None
         self._waiting: list[Attempt] = []
         self._begun: tuple[int, int] | None = None
+        self._attempting = False
         self._stop = StopSignals()
         self._validated_at: int | None = None
 
@@ -176,8 +177,11 @@ class SafeTrainer:
         self._save_what_stands()
 
     def _save_what_stands(self) -> None:
-        """The last checkpoint of a run, however it ends; not where attempts wait for their verdict."""
-        if self._keeper is None or self._waiting:
+        """The last checkpoint of a run, however it ends.
+
+        Not where attempts wait for their verdict, nor out of the middle of one: its forward has drawn random numbers.
+        """
+        if self._keeper is None or self._waiting or self._attempting:
             return
         if self._begun is not None:  # a window that was begun and did not end is still to come
             self.state.epoch, self.state.batch_in_epoch = self._begun
@@ -193,8 +197,9 @@ class SafeTrainer:
             self._begun = start
             for hook in self._hooks:
                 hook(self._next_step, self.model)
+            self._attempting = True
             rows = self._attempt(window, start)
-            self._begun = None
+            self._begun, self._attempting = None, False
             if self._take_in(rows, csv):
                 return True
             if self._ended():

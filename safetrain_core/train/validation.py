@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.rng import capture_rng_state, restore_rng_state
 from ..step.amp import AmpTrainState
 from .cursor import batch_to, samples_in
 
@@ -30,12 +31,14 @@ def validate(
     >>> validate(amp, [(torch.ones(3, 1), torch.ones(3, 1)), (torch.ones(1, 1), torch.zeros(1, 1))])
     0.75
     """
+    before = capture_rng_state()
     modes = [(module, module.training) for module in amp.model.modules()]
     amp.model.eval()
     total, samples = torch.zeros((), device=amp.device), 0
     try:
         for batch in loader:
             if should_stop():
+                restore_rng_state(before)  # it will be made up for: nothing is drawn twice
                 return None
             inputs, targets = batch_to(amp.device, batch)
             total += amp.passes.forward_loss(inputs, targets).float() * samples_in(targets)

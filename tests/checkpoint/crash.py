@@ -10,7 +10,6 @@ from __future__ import annotations
 import builtins
 import itertools
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,21 +26,14 @@ class Recorder:
         self.folder, self.ops = folder, []
         self._names: dict[int, str | None] = {}
         real = {n: getattr(os, n) for n in ("fsync", "replace", "unlink", "open", "close")}
-        mkstemp, real_open = tempfile.mkstemp, builtins.open
-
-        def made(*args: Any, **kwargs: Any) -> tuple[int, str]:
-            handle, path = mkstemp(*args, **kwargs)
-            self._names[handle] = os.path.basename(path)
-            self.ops.append(("create", os.path.basename(path)))
-            return handle, path
+        real_open = builtins.open
 
         def opened(target: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             file = real_open(target, mode, *args, **kwargs)
-            if "w" in mode:
+            if "w" in mode or "x" in mode:
                 name = os.path.basename(target)
                 self._names[file.fileno()] = name
-                if ("create", name) not in self.ops:  # not the one that mkstemp has made already
-                    self.ops.append(("create", name))
+                self.ops.append(("create", name))
                 return Traced(file, self)
             return file
 
@@ -62,7 +54,6 @@ class Recorder:
             self._names[handle] = None
             return handle
 
-        monkeypatch.setattr(tempfile, "mkstemp", made)
         monkeypatch.setattr(atomic, "open", opened, raising=False)
         for name, function in (("fsync", fsync), ("replace", replace), ("unlink", unlink), ("open", folder_open)):
             monkeypatch.setattr(os, name, function)

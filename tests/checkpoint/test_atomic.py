@@ -111,6 +111,21 @@ def test_a_save_that_fails_leaves_the_old_file_whole_no_temporary_and_raises_the
     assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
 
 
+def test_a_sum_that_cannot_be_made_fails_the_save_and_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "a.pt"
+    atomic_save(PAYLOAD, path)
+    before = path.read_bytes()
+
+    def fails(self):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(atomic.FollowingSum, "_sum_up", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        atomic_save({"weight": torch.zeros(10)}, path)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["a.pt"]
+
+
 def test_text_bytes_and_json_are_written_whole(tmp_path):
     atomic_write_bytes(b"abc", tmp_path / "x" / "a")
     atomic_write_text("é", tmp_path / "x" / "b")
@@ -120,7 +135,8 @@ def test_text_bytes_and_json_are_written_whole(tmp_path):
     assert json.loads((tmp_path / "x" / "c").read_text()) == {"a": [1, None]}
     with pytest.raises(ValueError, match="JSON"):
         atomic_write_json({"a": float("nan")}, tmp_path / "x" / "c")
-    assert (os.stat(tmp_path / "x" / "a").st_mode & 0o777) == 0o666 & ~atomic._umask()
+    (tmp_path / "plain").touch()
+    assert os.stat(tmp_path / "x" / "a").st_mode == os.stat(tmp_path / "plain").st_mode
 
 
 def test_a_numpy_scalar_and_a_path_are_saved_as_plain_values_and_the_file_loads(tmp_path):

@@ -61,8 +61,10 @@ def test_a_torn_newest_file_is_passed_over_and_named(tmp_path, caplog):
 def test_an_empty_or_missing_folder_has_none(tmp_path):
     assert Checkpoints(tmp_path / "none").latest() is None
     assert Checkpoints(tmp_path).best() is None
-    (tmp_path / "best.json").write_text("{broken")
-    assert Checkpoints(tmp_path).best() is None
+    for damaged in ("{broken", "[]", "null", '{"step_00000001.pt": "x"}', '{"step_00000001.pt": null}', '{"../x": 1}'):
+        (tmp_path / "best.json").write_text(damaged)
+        assert Checkpoints(tmp_path).best() is None
+        assert Checkpoints(tmp_path).would_be_best(0.5)
 
 
 def test_temporaries_of_killed_runs_are_swept_and_other_files_stay(tmp_path):

@@ -209,6 +209,53 @@ def test_an_exception_of_a_hook_or_the_loader_leaves_a_checkpoint_to_go_on_from(
     assert sorted(first + net.seen) == list(range(20))
 
 
+def test_an_exception_in_the_model_leaves_the_last_exact_checkpoint(tmp_path):
+    calls = []
+
+    def loss(output, target):
+        calls.append(1)
+        if len(calls) == 8:
+            raise RuntimeError("CUDA out of memory")
+        return nn.functional.mse_loss(output, target)
+
+    config = TrainConfig(max_steps=12, checkpoint_every_n_steps=5)
+    whole = SafeTrainer(Seen(), config, LOADERS["shuffle"](), loss_fn=nn.functional.mse_loss).fit()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        SafeTrainer(Seen(), config, LOADERS["shuffle"](), loss_fn=loss, checkpoint_dir=tmp_path).fit()
+    second = SafeTrainer(Seen(), config, LOADERS["shuffle"](), loss_fn=nn.functional.mse_loss, checkpoint_dir=tmp_path)
+    assert second.resume().name == "step_00000005.pt"
+    assert second.fit().rows == whole.rows[5:]
+
+
+@pytest.mark.parametrize("batch", [0, 1, 2])
+def test_a_run_whose_validation_was_cut_short_ends_bit_equal(tmp_path, batch):
+    class Val:
+        """Draws from the global random state, as every DataLoader does when it begins."""
+
+        strikes = False
+
+        def __iter__(self):
+            torch.rand(1)
+            for i in range(3):
+                if i == batch and self.strikes:
+                    self.strikes = False
+                    os.kill(os.getpid(), signal.SIGINT)
+                yield DATA[i][0].reshape(1, 3), DATA[i][1].reshape(1, 1)
+
+    def trainer(folder, loader):
+        config = TrainConfig(max_steps=9, eval_every_n_steps=2)
+        return SafeTrainer(Seen(), config, LOADERS["shuffle"](), loader, nn.functional.mse_loss, checkpoint_dir=folder)
+
+    whole = trainer(tmp_path / "a", Val()).fit()
+    cut = Val()
+    cut.strikes = True
+    trainer(tmp_path / "b", cut).fit()
+    again = trainer(tmp_path / "b", Val())
+    again.resume()
+    rows = again.fit().rows
+    assert rows == whole.rows[-len(rows) :]
+
+
 def test_a_validation_that_a_signal_cut_short_is_made_up_for(tmp_path):
     class Val:
         strikes = True
