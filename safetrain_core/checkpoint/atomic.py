@@ -31,8 +31,8 @@ __all__ = ["TRAILER", "atomic_save", "atomic_write_bytes", "atomic_write_json", 
 TRAILER = b"\nsafetrain-sha256:"
 TRAILER_BYTES = len(TRAILER) + 64 + 1
 
-#: Bytes read at a time.
-CHUNK = 1 << 22
+#: Bytes read at a time: small enough to be hashed out of the processor's cache (4 MiB took 5 to 25 % longer).
+CHUNK = 1 << 17
 
 StrPath = str | os.PathLike[str]
 
