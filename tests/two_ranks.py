@@ -1,6 +1,7 @@
 """Run by test_distributed: one of two ranks whose second rank meets a fault. Prints its rows and its weight sum."""
 
 import math
+import os
 import sys
 
 import torch
@@ -31,8 +32,12 @@ def main(rank: int, rendezvous: str) -> None:
         print("row", row.skipped, row.skip_reason, row.scale)
     print("scale", state.scale, state.scaler.state_dict()["_growth_tracker"])
     print("weights", model.weight.sum().item())
+    dist.barrier()  # none leaves while the other still talks to it
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), sys.argv[2])
+    sys.stdout.flush()
+    # Past the interpreter's end: gloo's threads now and then abort the process there (torch 2.13).
+    os._exit(0)

@@ -6,6 +6,7 @@ spawned. It prints nothing; what it found is in a JSON file.
 
 # No ``from __future__ import annotations``: torch looks at the hook's annotations themselves.
 import json
+import os
 import sys
 import time
 from datetime import timedelta
@@ -100,9 +101,13 @@ def main(rank: int, spec: dict[str, Any]) -> None:
         way: run(way, lines if way in ranks.OF_LINES else text, spec["seed"])
         for way in ranks.WAYS
     }
-    dist.destroy_process_group()
     Path(spec["results"][rank]).write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()  # none leaves while the other still talks to it
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), json.loads(sys.argv[2]))
+    sys.stdout.flush()
+    # Past the interpreter's end: gloo's threads now and then abort the process there (torch 2.13).
+    os._exit(0)

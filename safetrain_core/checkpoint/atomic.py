@@ -31,7 +31,8 @@ __all__ = ["TRAILER", "atomic_save", "atomic_write_bytes", "atomic_write_json", 
 TRAILER = b"\nsafetrain-sha256:"
 TRAILER_BYTES = len(TRAILER) + 64 + 1
 
-#: Bytes summed at a time behind a writer: small enough to be hashed out of the processor's cache (4 MiB took 5 to 25 % longer).
+#: Bytes summed at a time behind a writer: small enough to be hashed out of the processor's cache (4 MiB took 5 to 25 %
+#: longer).
 CHUNK = 1 << 17
 #: And of a file that is there: beside a load fewer turns of the interpreter count for more.
 VERIFY_CHUNK = 1 << 22
