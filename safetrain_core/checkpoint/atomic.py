@@ -17,7 +17,7 @@ import secrets
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import IO, Any
 
 import numpy as np
@@ -209,7 +209,7 @@ def atomic_save(payload: Any, path: StrPath) -> str:
     return digest
 
 
-def verify(path: StrPath, *, progress: Callable[[int], None] | None = None) -> str:
+def verify(path: StrPath) -> str:
     """The sha256 of a file that ``atomic_save`` wrote, if the file is whole. Nothing is unpickled.
 
     Raises:
@@ -234,7 +234,7 @@ def verify(path: StrPath, *, progress: Callable[[int], None] | None = None) -> s
                     "take an older checkpoint"
                 )
             told = trailer[len(TRAILER) : -1].decode(errors="replace")
-            found = _sum_of(file, end, progress)
+            found = _sum_of(file, end)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; nothing can be loaded from it") from None
     except OSError as error:
@@ -244,14 +244,12 @@ def verify(path: StrPath, *, progress: Callable[[int], None] | None = None) -> s
     return found
 
 
-def _sum_of(file: IO[bytes], end: int, progress: Callable[[int], None] | None) -> str:
+def _sum_of(file: IO[bytes], end: int) -> str:
     file.seek(0)
     digest, left = hashlib.sha256(), end
     while left > 0 and (piece := file.read(min(VERIFY_CHUNK, left))):
         digest.update(piece)
         left -= len(piece)
-        if progress is not None:
-            progress(len(piece))
     return digest.hexdigest()
 
 

@@ -203,10 +203,9 @@ def load_payload(
     """Load a payload that ``check_fit`` has passed."""
     inner = unwrapped(model)
     names = {_genuine(name): name for name in inner.state_dict()}
-    if all(genuine == name for genuine, name in names.items()):
-        inner.load_state_dict(payload["model"])
-    else:
-        inner.load_state_dict({names[genuine]: value for genuine, value in payload["model"].items()})
+    compiled = any(genuine != name for genuine, name in names.items())
+    saved = payload["model"]  # as it is where it can be: it carries the versions of its modules
+    inner.load_state_dict({names[genuine]: value for genuine, value in saved.items()} if compiled else saved)
     for name, part in (("optimizer", optimizer), ("scheduler", scheduler), ("loader", loader)):
         if part is not None and payload[name] is not None:
             part.load_state_dict(payload[name])

@@ -127,10 +127,7 @@ class SafeTrainer:
         return found
 
     def fit(self) -> FitResult:
-        """Run to ``max_steps`` updates, or one epoch if unset.
-
-        Returns:
-            The result, ``completed`` or ``interrupted``.
+        """Run to ``max_steps`` updates, or one epoch if unset; the result, ``completed`` or ``interrupted``.
 
         Raises:
             TrainingFailed: more bad steps than ``max_nan_retries``; the result is its ``.result``.
@@ -140,9 +137,9 @@ class SafeTrainer:
         if self._fitted:
             raise ValueError("this trainer has run; build a new SafeTrainer, and resume() it to go on")
         self._fitted = True
-        if self._keeper is not None and not self._resumed:
-            self._keeper.begin_fresh()
         if not self._resumed:
+            if self._keeper is not None:
+                self._keeper.begin_fresh()
             seed_everything(config.seed)
         self.model.train()
         with contextlib.ExitStack() as stack:
