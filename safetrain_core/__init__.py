@@ -14,12 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .checkpoint.atomic import atomic_save
+    from .checkpoint.manifest import ShardManifest, rotate_checkpoints
     from .checkpoint.rng import capture_rng_state, restore_rng_state
     from .checkpoint.rolling import Checkpoints
+    from .checkpoint.sharded import load_shard, load_sharded, reshard, save_shard, save_sharded
     from .checkpoint.single import CHECKPOINT_SCHEMA, load_checkpoint, save_checkpoint
     from .config import TrainConfig
     from .corpus import Corpus
-    from .errors import CheckpointError, SafeTrainError, ThermalAbort, TrainingFailed
+    from .distributed import agree, is_main
+    from .errors import CheckpointError, RankFailed, SafeTrainError, ThermalAbort, TrainingFailed
+    from .launcher import launch
     from .minigpt import MiniGPT, MiniGPTConfig, next_token_loss
     from .optim.build import build_optimizer
     from .optim.schedule import make_schedule
@@ -34,7 +38,7 @@ if TYPE_CHECKING:
         zero_grads,
     )
     from .step.amp import AmpTrainState
-    from .step.gradients import DEFAULT_MAX_NORM, clip_global_l2_norm, has_non_finite_grad
+    from .step.clip import DEFAULT_MAX_NORM, clip_global_l2_norm, has_non_finite_grad
     from .train.result import FitResult
     from .train.trainer import SafeTrainer
 
@@ -45,33 +49,44 @@ _HOME = {
     "CheckpointError": "errors",
     "Checkpoints": "checkpoint.rolling",
     "Corpus": "corpus",
-    "DEFAULT_MAX_NORM": "step.gradients",
+    "DEFAULT_MAX_NORM": "step.clip",
     "FitResult": "train.result",
     "MiniGPT": "minigpt",
     "MiniGPTConfig": "minigpt",
+    "RankFailed": "errors",
     "SKIP_REASONS": "records",
     "SafeTrainError": "errors",
     "SafeTrainer": "train.trainer",
+    "ShardManifest": "checkpoint.manifest",
     "SkipLog": "records",
     "StepLog": "records",
     "ThermalAbort": "errors",
     "TrainConfig": "config",
     "TrainState": "records",
     "TrainingFailed": "errors",
+    "agree": "distributed",
     "atomic_save": "checkpoint.atomic",
     "build_optimizer": "optim.build",
     "capture_rng_state": "checkpoint.rng",
-    "clip_global_l2_norm": "step.gradients",
+    "clip_global_l2_norm": "step.clip",
     "effective_batch_size": "step.accumulate",
-    "has_non_finite_grad": "step.gradients",
+    "has_non_finite_grad": "step.clip",
+    "is_main": "distributed",
+    "launch": "launcher",
     "load_checkpoint": "checkpoint.single",
+    "load_shard": "checkpoint.sharded",
+    "load_sharded": "checkpoint.sharded",
     "loss_scaled_for_accum": "step.accumulate",
     "make_schedule": "optim.schedule",
     "next_token_loss": "minigpt",
     "no_sync_context": "step.accumulate",
+    "reshard": "checkpoint.sharded",
     "restore_rng_state": "checkpoint.rng",
     "rolling_skip_rate": "records",
+    "rotate_checkpoints": "checkpoint.manifest",
     "save_checkpoint": "checkpoint.single",
+    "save_shard": "checkpoint.sharded",
+    "save_sharded": "checkpoint.sharded",
     "scale_lr_with_batch": "step.accumulate",
     "train_one_optimizer_step": "step.accumulate",
     "windows": "step.accumulate",

@@ -8,6 +8,7 @@
         TrainingFailed       bad steps used up the retries
         ThermalAbort         the device is above its critical temperature
         CheckpointError      a checkpoint that cannot be trusted, or does not fit
+        RankFailed           one of several ranks raised, died, or did not end in time
 
 ``torch.utils.checkpoint`` has a ``CheckpointError`` of its own, about recomputation: another thing.
 """
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["CheckpointError", "SafeTrainError", "ThermalAbort", "TrainingFailed"]
+__all__ = ["CheckpointError", "RankFailed", "SafeTrainError", "ThermalAbort", "TrainingFailed"]
 
 
 class SafeTrainError(RuntimeError):
@@ -80,3 +81,23 @@ class CheckpointError(SafeTrainError):
     >>> str(CheckpointError("world_size mismatch: saved on 4 ranks, loading on 2"))
     'world_size mismatch: saved on 4 ranks, loading on 2'
     """
+
+
+class RankFailed(SafeTrainError):
+    """One of several ranks fell, and all were ended.
+
+    Args:
+        rank: which. kind: the name of the exception that it raised, or ``exited``, ``killed``, ``timeout``.
+        text: the exception's own text. trace: its traceback, as text.
+
+    >>> RankFailed("rank 1 raised ValueError: no", rank=1, kind="ValueError", text="no").rank
+    1
+    """
+
+    def __init__(self, message: str, *, rank: int, kind: str, text: str = "", trace: str = "") -> None:
+        super().__init__(message)
+        self.rank, self.kind, self.text, self.trace = rank, kind, text, trace
+
+    def __str__(self) -> str:
+        """With the rank's own traceback below."""
+        return f"{self.args[0]}\n\n{self.trace}".rstrip()

@@ -17,7 +17,8 @@ import secrets
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any
 
 import numpy as np
@@ -193,20 +194,25 @@ def atomic_save(payload: Any, path: StrPath) -> str:
     """
     payload = plain(payload)
     with atomic_open(path) as file:
-        following = FollowingSum(file)
-        try:
-            torch.save(payload, following)  # type: ignore[arg-type]
-            file.flush()
-            os.fsync(file.fileno())  # the long wait; the sum is made meanwhile
-        except BaseException as error:
-            with contextlib.suppress(BaseException):
-                following.finish()
-            if isinstance(error, RuntimeError) and following.error is not None:
-                raise following.error from None
-            raise
-        digest = following.finish()
+        digest, _ = write_summed(payload, file)
         file.write(TRAILER + digest.encode() + b"\n")
     return digest
+
+
+def write_summed(payload: Any, file: IO[bytes]) -> tuple[str, int]:
+    """``torch.save`` of a plain payload to an open file, to the disk; its sha256 and its bytes. One copy, one pass."""
+    following = FollowingSum(file)
+    try:
+        torch.save(payload, following)  # type: ignore[arg-type]
+        file.flush()
+        os.fsync(file.fileno())  # the long wait; the sum is made meanwhile
+    except BaseException as error:
+        with contextlib.suppress(BaseException):
+            following.finish()
+        if isinstance(error, RuntimeError) and following.error is not None:
+            raise following.error from None
+        raise
+    return following.finish(), file.tell()
 
 
 def verify(path: StrPath) -> str:
@@ -234,7 +240,7 @@ def verify(path: StrPath) -> str:
                     "take an older checkpoint"
                 )
             told = trailer[len(TRAILER) : -1].decode(errors="replace")
-            found = _sum_of(file, end)
+            found = sum_of(file, end)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; nothing can be loaded from it") from None
     except OSError as error:
@@ -244,13 +250,37 @@ def verify(path: StrPath) -> str:
     return found
 
 
-def _sum_of(file: IO[bytes], end: int) -> str:
+def sum_of(file: IO[bytes], end: int) -> str:
+    """The sha256 of the first ``end`` bytes of an open file."""
     file.seek(0)
     digest, left = hashlib.sha256(), end
     while left > 0 and (piece := file.read(min(VERIFY_CHUNK, left))):
         digest.update(piece)
         left -= len(piece)
     return digest.hexdigest()
+
+
+def load_while(path: StrPath, check: Callable[[], Any]) -> Any:
+    """``torch.load(path, weights_only=True)``, tensors on the CPU, beside ``check()``, which says if the file is whole.
+
+    The file is read once, and once more from the page cache. What ``check`` raises goes before torch's own error.
+
+    Raises:
+        CheckpointError: the file cannot be read without running code from it; or as ``check`` has it.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        checked = pool.submit(check)
+        try:
+            payload, failure = torch.load(path, map_location="cpu", weights_only=True), None
+        except Exception as error:  # noqa: BLE001  whatever a broken archive makes torch raise
+            payload, failure = None, error
+        checked.result()
+    if failure is not None:
+        raise CheckpointError(
+            f"{path} is whole but cannot be read without running code from it ({type(failure).__name__}); "
+            "it is refused, nothing was executed"
+        ) from failure
+    return payload
 
 
 #: What ``weights_only=True`` reads back by itself.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..records import TrainState
-from .atomic import StrPath, atomic_save, verify
+from .atomic import StrPath, atomic_save, load_while, verify
 from .rng import capture_rng_state, restore_rng_state
 
 __all__ = ["CHECKPOINT_SCHEMA", "load_checkpoint", "read_checkpoint", "run_payload", "save_checkpoint"]
@@ -143,18 +142,7 @@ def read_checkpoint(path: StrPath) -> dict[str, Any]:
     Raises:
         CheckpointError: missing, torn, altered, not readable without running code, or ``unknown schema``.
     """
-    with ThreadPoolExecutor(1) as pool:
-        summed = pool.submit(verify, path)  # beside the load: the file is read from the page cache once more
-        try:
-            payload, failure = torch.load(path, map_location="cpu", weights_only=True), None
-        except Exception as error:  # noqa: BLE001  whatever a broken archive makes torch raise
-            payload, failure = None, error
-        summed.result()  # a torn file is told as such, not by what torch stumbled over
-    if failure is not None:
-        raise CheckpointError(
-            f"{path} is whole but cannot be read without running code from it ({type(failure).__name__}); "
-            "it is refused, nothing was executed"
-        ) from failure
+    payload = load_while(path, lambda: verify(path))
     schema = payload.get("schema") if isinstance(payload, dict) else None
     if not isinstance(schema, str) or not schema.startswith("ckpt"):
         raise CheckpointError(f"unknown schema {schema!r} in {path}: not a safetrain checkpoint")

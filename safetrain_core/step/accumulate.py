@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed import sum_over_ranks, world_size
-from .gradients import clip_global_l2_norm
+from .clip import clip_global_l2_norm
 
 __all__ = [
     "PlainStep",
@@ -181,8 +181,10 @@ def window_weights(targets: Sequence[Any], weighting: str) -> tuple[list[float],
     here = sum(counts)
     ranks = world_size()
     everywhere = sum_over_ranks(here, targets[0].device) if ranks > 1 else here
-    if here == 0:  # no valid target at all: the mean over none is NaN, and the window is refused for it
+    if everywhere == 0:  # no valid target at all: the mean over none is NaN, and the window is refused for it
         return [1 / len(counts)] * len(counts), 1.0
+    if here == 0:
+        return [0.0] * len(counts), 0.0
     return [count / here for count in counts], here * ranks / everywhere
 
 

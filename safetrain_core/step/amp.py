@@ -26,16 +26,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..distributed import agree, world_size
+from ..distributed import VERDICT, world_size
 from ..records import SKIP_REASONS, SkipLog, SkipRateAlert, StepLog, TrainState
 from .buffers import BufferKeeper
-from .gradients import DEFAULT_MAX_NORM, all_finite, params_with_grad
+from .clip import DEFAULT_MAX_NORM
+from .gradients import all_finite, params_with_grad
 from .refusals import checked_trainable, refuse_arguments, refuse_foreign_optimizer
 from .scaling import LossScaling
 from .verdict import GradientDetail, Limits, Verdict, judge
 from .window import UNCONNECTED, LossFn, WindowPass, checked_window
 
 __all__ = ["AmpTrainState"]
+
+#: The verdict, in ``distributed.agree``'s code, of a rank whose weights or buffers are not finite.
+NON_FINITE_STATE = 1 + SKIP_REASONS.index("non_finite_state")
 
 #: Where autocast goes by default.
 DEFAULT_AMP_DTYPE = {"cpu": torch.bfloat16, "cuda": torch.float16}
@@ -74,7 +78,7 @@ class AmpTrainState:
     Attributes:
         log: every attempt, a ``StepLog`` each. skip_log: the refused ones, a ``SkipLog`` each.
         counters: a ``TrainState``: attempts, optimizer steps taken, the last accepted losses. skip_count: refused.
-        detail: of the last step's gradients, where it was asked for.
+        detail: of the last step's gradients, where it was asked for. requests: of any rank, at the last step.
         optimizer, scheduler, model: as used.
 
     Raises:
@@ -150,6 +154,7 @@ class AmpTrainState:
         self.counters = TrainState()
         self.skip_count = 0
         self.detail: GradientDetail | None = None
+        self.requests = 0
         self._not_finite_by_design = {name for name, b in model.named_buffers() if not all_finite([b]).item()}
         self._alert = SkipRateAlert(skip_rate_alert, skip_rate_window)
         self.buffers = BufferKeeper(model)
@@ -159,7 +164,12 @@ class AmpTrainState:
         return self.step_window([(inputs, targets)])
 
     def step_window(
-        self, micro_batches: Iterable[tuple[Any, Any]], *, detail: bool = False, examine: bool = False
+        self,
+        micro_batches: Iterable[tuple[Any, Any]],
+        *,
+        detail: bool = False,
+        examine: bool = False,
+        requests: int = 0,
     ) -> StepLog:
         """One optimizer step on K micro-batches: losses weighted, the clip once at the end, one sync between ranks.
 
@@ -168,6 +178,7 @@ class AmpTrainState:
             detail: also leave the gradients' norms in ``self.detail``.
             examine: also look for NaN and Inf in the weights and buffers themselves, before the step (one more pass and
                 host read); where there is one, the step is refused as ``non_finite_state``.
+            requests: what this rank asks of all, see ``distributed.agree``; ``self.requests`` is then what any asks.
 
         Returns:
             The row of this attempt, also appended to ``log``.
@@ -181,22 +192,18 @@ class AmpTrainState:
         lr = self.lr
         self.begin_window()
         try:
-            verdict = self._judge(window, detail)
-            reason = verdict.reason
-            if examine and not all_finite(self.examined()).item():
-                reason = "non_finite_state"
-            code = agree(0 if reason is None else 1 + SKIP_REASONS.index(reason), self.device)
-            reason = SKIP_REASONS[code - 1] if code else None
-            if reason is None:
+            poisoned = examine and not all_finite(self.examined()).item()
+            verdict = self._judge(window, detail, requests + (poisoned and NON_FINITE_STATE))
+            if verdict.reason is None:
                 self.scaling.take(self.optimizer)
             else:
-                self.leave_no_trace(overflowed=reason == "non_finite_grad")
+                self.leave_no_trace(overflowed=verdict.reason == "non_finite_grad")
         except BaseException:  # a Ctrl-C too: a window that was started ends in update()
             self.leave_no_trace(overflowed=False)
             raise
-        self.detail = verdict.detail
-        row = self.record(verdict._replace(reason=reason), lr, scale)
-        if reason is None:
+        self.detail, self.requests = verdict.detail, verdict.requests
+        row = self.record(verdict, lr, scale)
+        if verdict.reason is None:
             self.advance_schedule()
         return row
 
@@ -205,12 +212,13 @@ class AmpTrainState:
         buffers = (b for name, b in self.model.named_buffers() if name not in self._not_finite_by_design)
         return [*self.model.parameters(), *buffers]
 
-    def _judge(self, window: list[tuple[Any, Any]], detail: bool) -> Verdict:
+    def _judge(self, window: list[tuple[Any, Any]], detail: bool, code: int) -> Verdict:
         losses, weights = self.passes.backward(window, look_early=self.check_loss_before_backward)
         early = next((loss for loss in losses if isinstance(loss, float) and not math.isfinite(loss)), None)
-        if early is not None:
-            return Verdict("non_finite_loss", early)
-        return judge(self.unscaled_params(), losses, weights, self.limits_now(), detail=detail)
+        if early is not None:  # one process alone looks early
+            known = code & VERDICT
+            return Verdict(SKIP_REASONS[known - 1] if known else "non_finite_loss", early, requests=code - known)
+        return judge(self.unscaled_params(), losses, weights, self.limits_now(), detail=detail, code=code)
 
     def unscaled_params(self) -> list[Tensor]:
         """The optimizer's weights that have a gradient, now unscaled: before the norm and the clip act on it."""
@@ -230,6 +238,7 @@ class AmpTrainState:
 
     def begin_window(self) -> None:
         """Clear gradients, and keep the buffers in case the step is refused."""
+        self.passes.flush()
         self.buffers.keep()
         self._clear_gradients()
 

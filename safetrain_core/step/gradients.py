@@ -1,9 +1,7 @@
-"""The guard over gradients: one pass gives the global norm, and the norm alone decides nearly everything.
+"""What one process can say of gradients: their norms, their largest magnitude, and a clip, each in one pass.
 
 A gradient with a NaN or an Inf has a norm that is not finite; one whose norm is below the clip threshold needs
 no write. So a healthy step costs one read of the gradients, and clipping costs one more pass, when it is due.
-
-Source: Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", arXiv:1211.5063.
 """
 
 from __future__ import annotations
@@ -15,10 +13,7 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-__all__ = ["DEFAULT_MAX_NORM", "clip_global_l2_norm", "has_non_finite_grad"]
-
-#: The usual threshold for transformers.
-DEFAULT_MAX_NORM = 1.0
+__all__ = ["exact_norm", "gradients_of", "params_with_grad", "scale_to_norm"]
 
 #: Added to the norm before the division, as in the formula g * min(1, tau / (norm + eps)).
 CLIP_EPS = 1e-12
@@ -30,7 +25,10 @@ Params = Tensor | nn.Module | Iterable[Tensor]
 
 
 def params_with_grad(params: Params) -> list[Tensor]:
-    """Those of ``params`` (a module, one tensor, or an iterable) that have a dense gradient with something in it."""
+    """Those of ``params`` (a module, one tensor, or an iterable) that have a dense gradient with something in it.
+
+    With several ranks that is the same list on each: a weight of which a rank holds no element is in it, too.
+    """
     if isinstance(params, nn.Module):
         params = params.parameters()
     elif isinstance(params, Tensor):
@@ -44,9 +42,14 @@ def params_with_grad(params: Params) -> list[Tensor]:
     return held
 
 
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor (FSDP2, tensor parallelism), sharing its memory; any other tensor itself."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def gradients_of(params: Params) -> list[Tensor]:
-    """The dense gradients of ``params``: a module, one tensor, or an iterable of parameters."""
-    return [p.grad for p in params_with_grad(params) if p.grad is not None]
+    """The dense gradients of ``params``, of DTensors what this rank holds: of a module, one tensor, or an iterable."""
+    return [local(p.grad) for p in params_with_grad(params) if p.grad is not None]
 
 
 def norms_of(tensors: Sequence[Tensor], order: float = 2.0) -> list[Tensor]:
@@ -70,6 +73,9 @@ def gathered(values: Sequence[Tensor]) -> Tensor:
 
 def magnitudes_of(tensors: Sequence[Tensor]) -> Tensor:
     """max|x| of each tensor as one vector, not yet read by the host; NaN where one holds a NaN. One pass."""
+    tensors = [t for t in tensors if t.numel() > 0]
+    if not tensors:
+        return torch.zeros(1)
     if all(t.device.type == "cpu" and not t.is_complex() for t in tensors):
         # A tenth of the time of the fused infinity norm, which is not vectorized on a CPU (tried, torch 2.13).
         spans = [torch.aminmax(t) for t in tensors]
@@ -77,18 +83,18 @@ def magnitudes_of(tensors: Sequence[Tensor]) -> Tensor:
     return gathered(norms_of(tensors, math.inf))
 
 
-def largest_magnitude(grads: list[Tensor]) -> float:
+def largest_magnitude(grads: Sequence[Tensor]) -> float:
     """max|g| over all gradients; NaN or Inf where one is. Reads the host once."""
     return float(magnitudes_of(grads).max().item())
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
     """A 0-dim bool tensor, not yet read by the host: whether no floating-point tensor holds a NaN or an Inf."""
-    floating = [t for t in tensors if t.is_floating_point() and t.numel() > 0]
+    floating = [t for t in map(local, tensors) if t.is_floating_point() and t.numel() > 0]
     return magnitudes_of(floating).isfinite().all() if floating else torch.tensor(True)
 
 
-def exact_norm(grads: list[Tensor], norm: float) -> float:
+def exact_norm(grads: Sequence[Tensor], norm: float) -> float:
     """``norm`` itself, or the norm computed again without overflow where the gradients are finite after all.
 
     A finite gradient must never vanish: [1e20] * 100 has a norm, although its FP32 sum of squares has not.
@@ -98,10 +104,16 @@ def exact_norm(grads: list[Tensor], norm: float) -> float:
     largest = largest_magnitude(grads)
     if not math.isfinite(largest) or largest == 0.0:
         return norm
-    # One tensor at a time, so that this rare path never holds a second copy of all gradients.
-    units = (g.to(torch.promote_types(g.dtype, torch.float32)) / largest for g in grads)
-    squares = (float(torch.linalg.vector_norm(u).item()) ** 2 for u in units)
-    return largest * math.sqrt(sum(squares))
+    return largest * math.sqrt(sum(squares_in_units(grads, largest)))
+
+
+def squares_in_units(grads: Sequence[Tensor], unit: float) -> list[float]:
+    """The squared L2 norm of each gradient divided by ``unit``.
+
+    One tensor at a time, so that this rare path never holds a second copy of all gradients.
+    """
+    units = (g.to(torch.promote_types(g.dtype, torch.float32)) / unit for g in grads)
+    return [float(torch.linalg.vector_norm(u).item()) ** 2 for u in units]
 
 
 def scale_to_norm(grads: list[Tensor], norm: float, max_norm: float) -> float:
@@ -113,57 +125,3 @@ def scale_to_norm(grads: list[Tensor], norm: float, max_norm: float) -> float:
     for step in steps:
         torch._foreach_mul_(grads, step)
     return max_norm
-
-
-@torch.no_grad()
-def clip_global_l2_norm(params: Params, max_norm: float = DEFAULT_MAX_NORM) -> tuple[float, float]:
-    """Clip gradients in place to a global L2 norm of at most ``max_norm``.
-
-    Args:
-        params: parameters (a list, a generator, one tensor) or a module. Those without a gradient are passed over.
-        max_norm: the threshold tau, above 0.
-
-    Returns:
-        ``(pre, post)``, Python floats: the norm before, and ``min(pre, max_norm)``. Where ``pre`` is not finite
-        the gradients are left as they are and both are that value.
-
-    Raises:
-        ValueError: ``max_norm`` is not above 0, or a gradient is sparse.
-
-    Source: g * min(1, tau / (norm + 1e-12)), Pascanu et al. 2013, arXiv:1211.5063.
-
-    >>> weight = torch.nn.Parameter(torch.zeros(2))
-    >>> weight.grad = torch.tensor([3.0, 4.0])
-    >>> clip_global_l2_norm([weight], max_norm=1.0)
-    (5.0, 1.0)
-    >>> weight.grad
-    tensor([0.6000, 0.8000])
-    """
-    if not max_norm > 0:
-        raise ValueError(f"max_norm={max_norm} must be above 0; to leave gradients unclipped, do not call this")
-    grads = gradients_of(params)
-    if not grads:
-        return 0.0, 0.0
-    norm = exact_norm(grads, float(torch.linalg.vector_norm(gathered(norms_of(grads))).item()))
-    if not math.isfinite(norm):
-        return norm, norm
-    return norm, scale_to_norm(grads, norm, max_norm)
-
-
-@torch.no_grad()
-def has_non_finite_grad(params: Params) -> bool:
-    """True if any gradient holds a NaN or an Inf. One pass, one host read.
-
-    Args:
-        params: parameters (a list, a generator, one tensor) or a module.
-
-    Raises:
-        ValueError: a gradient is sparse.
-
-    >>> weight = torch.nn.Parameter(torch.zeros(2))
-    >>> weight.grad = torch.tensor([1.0, float("nan")])
-    >>> has_non_finite_grad([weight])
-    True
-    """
-    grads = gradients_of(params)
-    return bool(grads) and not math.isfinite(largest_magnitude(grads))

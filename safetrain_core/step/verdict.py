@@ -9,7 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..distributed import VERDICT, rank, world_size
+from ..records import SKIP_REASONS
 from .gradients import exact_norm, gathered, gradients_of, largest_magnitude, magnitudes_of, norms_of, scale_to_norm
+from .ranks import any_sharded, exact_norm_over_ranks, largest_over_ranks, norms_over_ranks
 
 __all__ = ["POST_CLIP_SLACK", "GradientDetail", "Limits", "Verdict", "judge"]
 
@@ -43,13 +46,14 @@ class GradientDetail(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """Why the step is refused (None = it is taken), and the numbers of its row."""
+    """Why the step is refused (None = it is taken), the numbers of its row, and what some rank requests."""
 
     reason: str | None
     loss: float
     pre_clip: float | None = None
     post_clip: float | None = None
     detail: GradientDetail | None = None
+    requests: int = 0
 
 
 @torch.no_grad()
@@ -60,6 +64,7 @@ def judge(
     limits: Limits,
     *,
     detail: bool = False,
+    code: int = 0,
 ) -> Verdict:
     """Judge a window by its losses and its unscaled gradients, and clip these in place where they need it.
 
@@ -67,6 +72,9 @@ def judge(
         params: at least one, each with its gradient.
         losses: of each micro-batch, on the device or read already. weights: of each in the mean.
         detail: also read the norm of each gradient and the largest magnitude (one more pass).
+        code: what this rank knows already and requests, see ``distributed.agree``.
+
+    Several ranks judge alike: by the norm and the mean loss of all, and the worst that one of them knows.
 
     >>> weight = torch.nn.Parameter(torch.zeros(2))
     >>> weight.grad = torch.tensor([3.0, 4.0])
@@ -77,34 +85,73 @@ def judge(
     ('non_finite_grad', 0.5, inf, None)
     """
     grads = gradients_of(params)
+    several = world_size() > 1 or any_sharded(params)
+    norm, loss, wrong, about, code = (_read_over_ranks if several else _read)(params, losses, weights, detail, code)
+    told = Verdict(None, loss, requests=code - (code & VERDICT))
+    if code & VERDICT:
+        return told._replace(reason=SKIP_REASONS[(code & VERDICT) - 1], pre_clip=norm)
+    if wrong is not None:
+        return told._replace(reason="non_finite_loss", loss=wrong)
+    norm = exact_norm_over_ranks(params, norm) if several else exact_norm(grads, norm)
+    told = told._replace(pre_clip=norm)
+    if not math.isfinite(norm):
+        return told._replace(reason="non_finite_grad")
+    told = told._replace(detail=about)
+    if limits.loss is not None and not loss <= limits.loss:
+        return told._replace(reason="loss_jump")
+    post = scale_to_norm(grads, norm, limits.max_norm) if limits.max_norm > 0 else norm
+    told = told._replace(post_clip=post)
+    # max|g| <= norm: only a norm above the threshold needs a second pass.
+    if limits.post_clip > 0 and post > limits.post_clip:
+        largest = largest_over_ranks(grads) if several else largest_magnitude(grads)
+        if not largest <= limits.post_clip * (1 + POST_CLIP_SLACK):
+            return told._replace(reason="post_clip_explosion")
+    return told
+
+
+#: The norm, the mean loss, the first loss that is not finite, the detail, the code agreed on.
+Seen = tuple[float, float, float | None, GradientDetail | None, int]
+
+
+def _read(
+    params: list[Tensor], losses: Sequence[Tensor | float], weights: Sequence[float], detail: bool, code: int
+) -> Seen:
+    grads = gradients_of(params)
     norms = norms_of(grads)
-    late = [loss for loss in losses if isinstance(loss, Tensor)]
-    asked = [torch.linalg.vector_norm(gathered(norms)), *late]
+    asked = [torch.linalg.vector_norm(gathered(norms)), *(loss for loss in losses if isinstance(loss, Tensor))]
     if detail:
         asked += [magnitudes_of(grads).max(), *norms]
     norm, *read = gathered(asked).tolist()  # the one host read of a step, outside the optimizer's own
     values = iter(read)
     seen = [next(values) if isinstance(loss, Tensor) else loss for loss in losses]
+    wrong = next((loss for loss in seen if not math.isfinite(loss)), None)
     about = None
     if detail:
         max_abs = next(values)
-        about = GradientDetail(
-            dict(zip(params, values, strict=True)), max_abs, norm / math.sqrt(sum(g.numel() for g in grads))
-        )
+        about = GradientDetail(dict(zip(params, values, strict=True)), max_abs, norm / math.sqrt(_elements(params)))
+    return norm, sum(w * x for w, x in zip(weights, seen, strict=True)), wrong, about, code
 
-    bad = next((loss for loss in seen if not math.isfinite(loss)), None)
-    if bad is not None:
-        return Verdict("non_finite_loss", bad)
-    loss = sum(w * x for w, x in zip(weights, seen, strict=True))
-    norm = exact_norm(grads, norm)
-    if not math.isfinite(norm):
-        return Verdict("non_finite_grad", loss, norm)
-    if limits.loss is not None and not loss <= limits.loss:
-        return Verdict("loss_jump", loss, norm, None, about)
-    post = scale_to_norm(grads, norm, limits.max_norm) if limits.max_norm > 0 else norm
-    # max|g| <= norm: only a norm above the threshold needs a second pass.
-    if limits.post_clip > 0 and post > limits.post_clip:
-        largest = largest_magnitude(grads)
-        if not largest <= limits.post_clip * (1 + POST_CLIP_SLACK):
-            return Verdict("post_clip_explosion", loss, norm, post, about)
-    return Verdict(None, loss, norm, post, about)
+
+def _read_over_ranks(
+    params: list[Tensor], losses: Sequence[Tensor | float], weights: Sequence[float], detail: bool, code: int
+) -> Seen:
+    """The same of all ranks together, in one all-reduce, so that each rank sees the same numbers and judges alike."""
+    grads, ranks = gradients_of(params), world_size()
+    device = grads[0].device
+    shares = [w * torch.as_tensor(loss, dtype=torch.float64) for w, loss in zip(weights, losses, strict=True)]
+    mean = torch.stack(shares).sum().to(device) / ranks
+    # A place for each rank's largest magnitude: a sum keeps all of them, and a NaN.
+    places = torch.zeros(ranks if detail else 0, dtype=torch.float64, device=device)
+    if detail:
+        places[rank()] = magnitudes_of(grads).max().double()
+    norms, (loss, *largest), code = norms_over_ranks(params, mean.reshape(1), places, code=code)
+    norm = math.hypot(*norms)
+    about = None
+    if detail:
+        max_abs = max(largest, key=lambda x: math.inf if math.isnan(x) else x)
+        about = GradientDetail(dict(zip(params, norms, strict=True)), max_abs, norm / math.sqrt(_elements(params)))
+    return norm, loss, None if math.isfinite(loss) else loss, about, code
+
+
+def _elements(params: list[Tensor]) -> int:
+    return sum(param.numel() for param in params)

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from ..distributed import world_size
 from .accumulate import no_sync_context, window_weights
 from .refusals import refuse_data_elsewhere
 
@@ -75,6 +77,7 @@ class WindowPass:
         self.model, self.loss_fn = model, loss_fn or default_loss
         self.device_type, self.amp_dtype = device_type, amp_dtype
         self.scaler, self.weighting = scaler, weighting
+        self._unsynced: Window = ()
 
     def forward_loss(self, inputs: Any, targets: Any) -> Tensor:
         """``loss_fn(model(inputs), targets)`` under autocast: a 0-dim tensor, still on its device.
@@ -104,20 +107,42 @@ class WindowPass:
             look_early: read each loss before its backward, and end at the first that is not finite.
 
         Returns:
-            The losses (floats with ``look_early``), and each one's weight in the window's mean. Micro-batches without
-            a valid token are left out: a mean over none is NaN, and NaN times a weight of 0 is NaN.
+            The losses (floats with ``look_early``), and each one's weight in the window's mean, over all ranks.
+            Micro-batches without a valid token are left out: a mean over none is NaN, and NaN times a weight of 0 is
+            NaN. Where other ranks wait for their passes, they are made all the same, with a gradient of 0.
         """
         weights, share = window_weights([targets for _, targets in window], self.weighting)
-        counted = [(batch, weight) for batch, weight in zip(window, weights, strict=True) if weight > 0]
+        passed = [(batch, w * share) for batch, w in zip(window, weights, strict=True) if w > 0 or world_size() > 1]
         losses: list[Tensor | float] = []
-        for i, ((inputs, targets), weight) in enumerate(counted):
-            with contextlib.nullcontext() if i == len(counted) - 1 else no_sync_context(self.model):
-                loss = self.forward_loss(inputs, targets)
+        for i, ((inputs, targets), weight) in enumerate(passed):
+            last = i == len(passed) - 1
+            with contextlib.nullcontext() if last else no_sync_context(self.model):
+                loss = self.forward_loss(inputs, targets) if weight > 0 else self._nothing(inputs)
                 if not loss.requires_grad:
                     raise ValueError(UNCONNECTED)
                 losses.append(float(loss.item()) if look_early else loss.detach())
                 if look_early and not math.isfinite(losses[-1]):
                     break
-                factor = weight * share
-                self.scaler.scale(loss if factor == 1 else loss * factor).backward()
-        return losses, [weight for _, weight in counted]
+                self._unsynced = () if last else ((inputs, targets),)
+                self.scaler.scale(loss if weight == 1 else loss * weight).backward()
+        return losses, [weight for _, weight in passed]
+
+    def _nothing(self, inputs: Any) -> Tensor:
+        """A forward whose loss is 0, connected to the weights as any other."""
+        enabled = self.amp_dtype is not torch.float32
+        with torch.autocast(self.device_type, dtype=self.amp_dtype if enabled else None, enabled=enabled):
+            outputs = [x for x in tree_leaves(self.model(inputs)) if isinstance(x, Tensor) and x.requires_grad]
+        if not outputs:
+            raise ValueError(UNCONNECTED)
+        return torch.stack([x.sum() * 0 for x in outputs]).sum()
+
+    def flush(self) -> None:
+        """End a window that was given up between its first micro-batch and its last.
+
+        FSDP2 keeps gradients that were not synced yet out of reach of ``zero_grad``, for the next sync. So one more
+        backward is made, with sync, and what it adds up is cleared with the gradients. All ranks have to be here.
+        """
+        given_up, self._unsynced = self._unsynced, ()
+        if hasattr(self.model, "set_requires_gradient_sync"):
+            for inputs, _ in given_up:
+                self._nothing(inputs).backward()
