@@ -33,7 +33,7 @@ from ..errors import CheckpointError
 from .atomic import StrPath, atomic_open, load_while, plain, sum_of, sync_folder, write_summed
 from .dcp_files import DCP_SCHEMA, DcpManifest, SummedFile, check_file, on_all, read_index, verify_dcp
 from .manifest import publish, sweep
-from .nested import refilled, split
+from .nested import joined, plain_part, tensors_in
 
 __all__ = ["DcpReader", "load_dcp", "save_dcp"]
 
@@ -69,7 +69,7 @@ def save_dcp(
     folder = Path(dest_dir)
     error: str | None = None
     try:
-        tensors, rest = split(state)
+        tensors, rest = tensors_in(state), plain_part(state)
         payload = {"schema": DCP_SCHEMA, "rank": rank(), "step": step, "own": plain(dict(own or {}), "own")}
         payload["common"] = plain(rest, "state") if rank() == 0 else {}
         if type(step) is not int or step < 0:
@@ -151,9 +151,9 @@ class DcpReader:
 
     Attributes:
         manifest: what it consists of.
-        common: the plain values of the saved state, by flat name (``optimizer/param_groups``).
+        common: the plain values of the saved state, nested as it was.
         own: what this rank alone had; None where the world size is another now.
-        shapes: flat name -> shape and dtype of each tensor.
+        shapes: name (``model/norm.weight``) -> shape and dtype of each tensor.
 
     Raises:
         CheckpointError: missing, damaged, altered, hostile; the same on every rank. Nothing was loaded.
@@ -230,14 +230,6 @@ def load_dcp(src_dir: StrPath, state: Mapping[str, Any]) -> tuple[DcpManifest, d
     Raises:
         CheckpointError: it cannot be trusted, or does not fit; the tensors are as before. The same on every rank.
     """
-    tensors, rest = split(state)
     reader = DcpReader(src_dir)
-    on_all(lambda: _check_names(reader, rest), reader.folder)
-    reader.fill(tensors)
-    return reader.manifest, refilled(dict(state), reader.common), reader.own
-
-
-def _check_names(reader: DcpReader, rest: Mapping[str, Any]) -> None:
-    if differ := rest.keys() ^ reader.common.keys():
-        where = "lacks" if min(differ) in rest else "also has"
-        raise CheckpointError(f"{reader.folder} does not fit: it {where} {min(differ)} ({len(differ)} in all)")
+    reader.fill(tensors_in(state))
+    return reader.manifest, joined(state, reader.common), reader.own

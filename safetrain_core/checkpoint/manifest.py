@@ -291,6 +291,14 @@ def remove_checkpoint(folder: Path) -> None:
         sync_folder(folder.parent)
 
 
+def cut_saves(parent: StrPath) -> list[Path]:
+    """Folders ``step_<n>`` that a save has left unfinished: older than the newest checkpoint, and nothing but ours."""
+    whole = all_checkpoints(parent)
+    newest = step_of(whole[-1]) if whole else -1
+    unfinished = [f for f in _step_folders(Path(parent)) if not (f / MANIFEST).exists() and step_of(f) < newest]
+    return [folder for folder in unfinished if all(map(ours, os.listdir(folder)))]
+
+
 def rotate_checkpoints(parent_dir: StrPath, keep_last: int = 5) -> list[str]:
     """Remove all but the newest ``keep_last`` checkpoint folders ``step_<n>`` of ``parent_dir``, by number.
 
@@ -311,16 +319,8 @@ def rotate_checkpoints(parent_dir: StrPath, keep_last: int = 5) -> list[str]:
     """
     if keep_last < 0:
         raise ValueError(f"keep_last={keep_last} must be at least 0")
-    parent = Path(parent_dir)
-    whole = all_checkpoints(parent)
-    newest = step_of(whole[-1]) if whole else -1
-    gone = whole[: len(whole) - keep_last]
-    cut = [
-        f
-        for f in _step_folders(parent)
-        if not (f / MANIFEST).exists() and step_of(f) < newest and all(map(ours, os.listdir(f)))
-    ]
-    gone = sorted([*gone, *cut], key=step_of)
+    whole = all_checkpoints(parent_dir)
+    gone = sorted([*whole[: len(whole) - keep_last], *cut_saves(parent_dir)], key=step_of)
     for folder in gone:
         remove_checkpoint(folder)
     return [folder.name for folder in gone]

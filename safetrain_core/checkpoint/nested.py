@@ -1,4 +1,4 @@
-"""A nested state as flat names and leaves, and back."""
+"""A nested state taken apart into tensors by name and plain values, and put together again."""
 
 from __future__ import annotations
 
@@ -7,63 +7,58 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["flattened", "refilled", "split"]
+__all__ = ["joined", "plain_part", "tensors_in"]
 
 
-def flattened(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """``(name, leaf)`` of a nested state, names joined by ``/``; a list without tensors is a leaf.
-
-    >>> dict(flattened({"a": {"lr": 0.1, 0: [1, 2]}}))
-    {'a/lr': 0.1, 'a/0': [1, 2]}
-    """
-    if isinstance(state, Mapping) and (state or not path):
-        for key, value in state.items():
-            yield from flattened(value, f"{path}/{key}" if path else str(key))
-    elif isinstance(state, list | tuple) and any(isinstance(leaf, Tensor) for _, leaf in _leaves(state)):
-        for i, value in enumerate(state):
-            yield from flattened(value, f"{path}/{i}")
-    else:
-        yield path, state
-
-
-def _leaves(values: list[Any] | tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    for value in values:
-        yield from flattened(value, "-")
-        if isinstance(value, list | tuple):
-            yield from _leaves(value)
-
-
-def refilled(state: Any, leaves: Mapping[str, Any], path: str = "") -> Any:
-    """The nesting of ``state`` with the leaves that ``flattened`` has named.
-
-    >>> refilled({"a": {"lr": 0.1}}, {"a/lr": 0.5})
-    {'a': {'lr': 0.5}}
-    """
-    if path in leaves:
-        return leaves[path]
-    if isinstance(state, Mapping):
-        return {key: refilled(value, leaves, f"{path}/{key}" if path else str(key)) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(refilled(value, leaves, f"{path}/{i}") for i, value in enumerate(state))
-    return state
-
-
-def split(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a nested state by flat name, detached, and its other leaves.
+def tensors_in(state: Any) -> dict[str, Tensor]:
+    """The tensors of a nested state, detached, by the keys that lead to them, joined by ``/``.
 
     Raises:
-        ValueError: two leaves have one name.
+        ValueError: two have one name.
 
-    >>> split({"w": Tensor([1.0]), "lr": 0.1})
-    ({'w': tensor([1.])}, {'lr': 0.1})
+    >>> tensors_in({"model": {"w": Tensor([1.0])}, "moments": [Tensor([2.0])], "lr": 0.1})
+    {'model/w': tensor([1.]), 'moments/0': tensor([2.])}
     """
-    tensors: dict[str, Tensor] = {}
-    rest: dict[str, Any] = {}
-    for name, leaf in flattened(state):
-        if name in tensors or name in rest:
-            raise ValueError(f"two entries of the state are called {name}; rename one")
-        if isinstance(leaf, Tensor):
-            tensors[name] = leaf.detach()
-        else:
-            rest[name] = leaf
-    return tensors, rest
+    made: dict[str, Tensor] = {}
+    for name, tensor in _walk(state, ""):
+        if name in made:
+            raise ValueError(f"two tensors of the state are called {name}; rename one")
+        made[name] = tensor.detach()
+    return made
+
+
+def _walk(state: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(state, Tensor):
+        yield path, state
+    elif isinstance(state, Mapping | list | tuple):
+        for key, value in state.items() if isinstance(state, Mapping) else enumerate(state):
+            yield from _walk(value, f"{path}/{key}" if path else str(key))
+
+
+def plain_part(state: Any) -> Any:
+    """The nesting without its tensors; in a list None stands for one.
+
+    >>> plain_part({"model": {"w": Tensor([1.0])}, "moments": [Tensor([2.0]), 3], "lr": 0.1})
+    {'model': {}, 'moments': [None, 3], 'lr': 0.1}
+    """
+    if isinstance(state, Mapping):
+        return {key: plain_part(value) for key, value in state.items() if not isinstance(value, Tensor)}
+    if isinstance(state, list | tuple):
+        return type(state)(plain_part(value) for value in state)
+    return None if isinstance(state, Tensor) else state
+
+
+def joined(state: Any, saved: Any) -> Any:
+    """The tensors of ``state``, with the plain values of ``saved`` around them.
+
+    >>> joined({"w": Tensor([1.0]), "lr": 0.5}, {"lr": 0.1, "step": 3})
+    {'w': tensor([1.]), 'lr': 0.1, 'step': 3}
+    """
+    if isinstance(state, Tensor):
+        return state
+    if isinstance(state, Mapping) and isinstance(saved, Mapping):
+        tensors = {key: joined(v, saved.get(key)) for key, v in state.items() if key in saved or tensors_in(v)}
+        return {**tensors, **{key: value for key, value in saved.items() if key not in tensors}}
+    if isinstance(state, list | tuple) and isinstance(saved, list | tuple) and tensors_in(state):
+        return type(state)(joined(v, s) for v, s in zip(state, saved, strict=True))
+    return saved

@@ -67,7 +67,7 @@ class Checkpoints:
 
     def set_aside_after(self, step: int) -> list[Path]:
         """A run goes on from ``step``: files of later steps are another branch's, and get the ending ``.abandoned``."""
-        later = [path for path in self.all() if int(path.stem.split("_")[1]) > step]
+        later = [path for path in self._list() if _number(path.name) > step]
         for path in later:
             path.replace(path.with_name(path.name + ".abandoned"))
         if later:
@@ -76,11 +76,15 @@ class Checkpoints:
 
     def due(self, updates: int) -> bool:
         """Whether a multiple of ``every_updates`` was passed, or ``every_seconds`` went by, since the last save."""
-        by_count = self.every_updates is not None and (
-            updates // self.every_updates > self._saved_at_update // self.every_updates
-        )
-        by_time = self.every_seconds is not None and time.monotonic() - self._saved_at_time >= self.every_seconds
-        return updates > self._saved_at_update and (by_count or by_time)
+        return self._passed(updates) or (updates > self._saved_at_update and self.late())
+
+    def _passed(self, updates: int) -> bool:
+        every, before = self.every_updates, self._saved_at_update
+        return every is not None and updates // every > before // every
+
+    def late(self) -> bool:
+        """Whether ``every_seconds`` went by since the last save."""
+        return self.every_seconds is not None and time.monotonic() - self._saved_at_time >= self.every_seconds
 
     def began_at(self, updates: int) -> None:
         """A resumed run counts from here."""
@@ -94,7 +98,7 @@ class Checkpoints:
         """
         if step < 0:
             raise ValueError(f"step={step} must be at least 0")
-        path = self.folder / f"step_{step:08d}.pt"
+        path = self.folder / f"step_{step:08d}{self.suffix}"
         self.wait()
         if self._pool is None:
             self._write(payload, path, val_loss)
@@ -106,14 +110,18 @@ class Checkpoints:
     def _write(self, payload: dict[str, Any], path: Path, val_loss: float | None) -> Path:
         if not self._swept:
             self._sweep()
-        atomic_save(payload, path)
+        self._store(payload, path)
+        self._keep(path, val_loss)
+        return path
+
+    def _keep(self, path: Path, val_loss: float | None) -> None:
+        """Note what was written among the best if it is, then rotate."""
         best = self._best()
         if self.keep_best and val_loss is not None and math.isfinite(val_loss):
             ranked = sorted({**best, path.name: val_loss}.items(), key=lambda entry: (entry[1], entry[0]))
             best = dict(ranked[: self.keep_best])
             atomic_write_json(best, self.folder / BEST)
         self._rotate(path, set(best))
-        return path
 
     def _sweep(self) -> None:
         """Remove the temporaries that killed runs have left; once, since one run at a time writes a folder."""
@@ -123,12 +131,25 @@ class Checkpoints:
                 left.unlink(missing_ok=True)
 
     def _rotate(self, written: Path, best: set[str]) -> None:
-        keep = {path.name for path in self.all()[-self.keep_last :]} | best | {written.name}
-        gone = [path for path in self.all() if path.name not in keep]
+        held = self._list()
+        keep = {path.name for path in held[-self.keep_last :]} | best | {written.name}
+        gone = [path for path in held if path.name not in keep]
         for path in gone:
-            path.unlink(missing_ok=True)
+            self._remove(path)
         if gone:
             sync_folder(self.folder)
+
+    #: Ending of a checkpoint's name.
+    suffix = ".pt"
+
+    def _store(self, payload: dict[str, Any], path: Path) -> None:
+        atomic_save(payload, path)
+
+    def _remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+
+    def _verify(self, path: Path) -> None:
+        verify(path)
 
     def would_be_best(self, val_loss: float) -> bool:
         """Whether a checkpoint with this validation loss would be among the best; NaN never is."""
@@ -150,14 +171,20 @@ class Checkpoints:
 
     def all(self) -> list[Path]:
         """The files, oldest first by number, whether they verify or not."""
-        found = (NAME.fullmatch(name) for name in (os.listdir(self.folder) if self.folder.is_dir() else []))
-        return [self.folder / match[0] for match in sorted((m for m in found if m), key=lambda m: int(m[1]))]
+        return self._list()
+
+    def _list(self) -> list[Path]:
+        names = os.listdir(self.folder) if self.folder.is_dir() else []
+        return [self.folder / name for name in sorted(filter(self._is_name, names), key=_number)]
+
+    def _is_name(self, name: str) -> bool:
+        return bool(NAME.fullmatch(name))
 
     def latest(self) -> Path | None:
         """The newest file that verifies; a torn one is passed over, and named in the log. None where there is none."""
         for path in reversed(self.all()):
             try:
-                verify(path)
+                self._verify(path)
             except CheckpointError as error:
                 log.warning("passed over: %s", error)
             else:
@@ -168,7 +195,7 @@ class Checkpoints:
         """The file of lowest validation loss that verifies; None where there is none."""
         for name in sorted(self._best(), key=lambda name: self._best()[name]):
             try:
-                verify(self.folder / name)
+                self._verify(self.folder / name)
             except CheckpointError as error:
                 log.warning("passed over: %s", error)
             else:
@@ -181,8 +208,12 @@ class Checkpoints:
         except (OSError, ValueError):
             return {}
         entries = told.items() if isinstance(told, dict) else ()
-        sound = {n: v for n, v in entries if isinstance(v, int | float) and math.isfinite(v) and NAME.fullmatch(n)}
+        sound = {n: v for n, v in entries if isinstance(v, int | float) and math.isfinite(v) and self._is_name(n)}
         return {name: loss for name, loss in sound.items() if (self.folder / name).exists()}
+
+
+def _number(name: str) -> int:
+    return int(name.split("_")[1].split(".")[0])
 
 
 def detached_copy(value: Any, _seen: dict[Any, torch.Tensor] | None = None) -> Any:

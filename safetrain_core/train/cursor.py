@@ -119,6 +119,11 @@ class Cursor:
             "stateful": stateful() if stateful is not None and self._epoch_start is not None else None,
         }
 
+    def fresh_position(self) -> dict[str, Any]:
+        """A ``state_dict`` for an epoch whose first batches are to be passed over, from the present random states."""
+        states = self._random_states()
+        return {"epoch_start": states, "generators": states["generators"], "stateful": None}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Stand where ``state_dict`` was taken; ``state.epoch`` and ``state.batch_in_epoch`` must say so too.
 

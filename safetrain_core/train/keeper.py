@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.atomic import atomic_write_text, plain
+from ..checkpoint.folder import FolderSource
 from ..checkpoint.rolling import Checkpoints
+from ..checkpoint.rolling_folders import FolderCheckpoints
 from ..checkpoint.single import check_fit, load_payload, read_checkpoint, run_payload
 from ..config import TrainConfig
+from ..distributed import SAVE, is_main, mains, world_size
 from ..errors import CheckpointError
 from ..records import TrainState
 from ..step.amp import AmpTrainState
@@ -58,7 +61,10 @@ class Keeper:
         identity: Mapping[str, Any] | None = None,
     ) -> None:
         self.config, self.amp, self.cursor, self.retries, self.result = config, amp, cursor, retries, result
-        self.checkpoints = Checkpoints(
+        # What several ranks hold in parts, or one process as DTensors, does not fit into one file.
+        self.in_folders = world_size() > 1 or any(hasattr(p, "to_local") for p in amp.model.parameters())
+        kind = FolderCheckpoints if self.in_folders else Checkpoints
+        self.checkpoints: Checkpoints = kind(
             folder,
             keep_last=config.max_rolling_checkpoints,
             keep_best=config.num_best_checkpoints,
@@ -95,6 +101,8 @@ class Keeper:
             loader=self.cursor,
             config=self.config,
         )
+        if self.in_folders:  # BatchNorm's statistics, say, are each rank's own
+            payload["buffers"] = {name: buffer.detach() for name, buffer in amp.model.named_buffers()}
         payload["trainer"] = {
             "skips": amp.skip_count,
             "good_in_a_row": self.retries.good_in_a_row,
@@ -107,6 +115,10 @@ class Keeper:
         self.checkpoints.save(payload, step, updates=amp.counters.updates, val_loss=val_loss)
         self._saved_step = step
 
+    def requests(self) -> int:
+        """Several ranks save by the clock of one: it asks them to, for ``distributed.agree``."""
+        return SAVE if world_size() > 1 and is_main() and self.checkpoints.late() else 0
+
     def newest_good(self) -> str | None:
         """Path of the newest checkpoint that verifies."""
         self.checkpoints.wait()
@@ -117,7 +129,7 @@ class Keeper:
 
     def begin_fresh(self) -> None:
         """``ValueError`` where the folder holds checkpoints: they are another run's, which this one would mix with."""
-        held = self.checkpoints.all()
+        held = [*self.checkpoints.all(), *_other_kind(self.checkpoints.folder, self.in_folders)]
         if held:
             raise ValueError(
                 f"{self.checkpoints.folder} holds checkpoints of a run already ({held[-1].name}); resume() it, "
@@ -132,6 +144,9 @@ class Keeper:
                 is as before. ValueError: there is no such file.
         """
         found = Path(path) if path is not None else self.checkpoints.latest()
+        other = _other_kind(self.checkpoints.folder, self.in_folders)
+        if found is None and not self.checkpoints.all() and other:
+            found = other[-1]
         if found is None:
             held = self.checkpoints.all()
             if held:
@@ -140,8 +155,8 @@ class Keeper:
                     "move them away to start fresh"
                 )
             return None
-        if not found.is_file():
-            raise ValueError(f"there is no checkpoint {found}; name a step_*.pt")
+        if not (found.is_file() or found.is_dir()):
+            raise ValueError(f"there is no checkpoint {found}; name a step_*.pt, or a folder step_*")
         bad = self._read_bad_windows()
         payload = self._load(found)
         self.amp.counters.load_dict(payload["state"])
@@ -159,17 +174,28 @@ class Keeper:
         return found
 
     def _load(self, path: Path) -> dict[str, Any]:
-        payload, amp = read_checkpoint(path), self.amp
+        amp = self.amp
+        source = FolderSource(path, amp.model, amp.optimizer) if path.is_dir() else None
+        payload = read_checkpoint(path) if source is None else source.payload
         check_fit(payload, path, amp.model, amp.optimizer, amp.scheduler)
         TrainState.from_dict(payload["state"])
-        if payload["loader"] is None:
+        if payload["loader"] is None and source is None:
             raise CheckpointError(f"{path} holds no data position; it was not saved by a trainer")
         was = (payload.get("trainer") or {}).get("identity")
         for name, value in self.identity.items():
             if was is not None and was.get(name) != value:
                 raise CheckpointError(f"{path} is of another run: its {name} is {was.get(name)}, here {value}")
+        if source is not None:
+            source.fill()
+            if payload["loader"] is None:  # the same samples are behind, in another number of batches per rank
+                payload["loader"] = self.cursor.fresh_position()
+                behind = payload["state"]["batch_in_epoch"] * source.saved_on // world_size()
+                payload["state"] = {**payload["state"], "batch_in_epoch": behind}
         load_payload(payload, amp.model, amp.optimizer, amp.scheduler, scaler=amp.scaler, loader=self.cursor)
         amp.scaling.forget()
+        for name, buffer in amp.model.named_buffers():
+            if name in payload.get("buffers", {}):
+                buffer.copy_(payload["buffers"][name])
         return payload
 
     def _settle_config(self, saved: dict[str, Any]) -> None:
@@ -204,7 +230,8 @@ class Keeper:
             return False
         self._bad.add(start)
         lines = [json.dumps({"epoch": epoch, "batch_in_epoch": batch}) for epoch, batch in sorted(self._bad)]
-        atomic_write_text("\n".join(lines) + "\n", self.checkpoints.folder / BAD_WINDOWS)
+        if is_main():
+            atomic_write_text("\n".join(lines) + "\n", self.checkpoints.folder / BAD_WINDOWS)
         counters = self.amp.counters
         step, retries = counters.step, counters.retries
         counters.load_dict({**self._load(path)["state"], "step": step, "retries": retries})
@@ -224,3 +251,8 @@ class Keeper:
             return {(entry["epoch"], entry["batch_in_epoch"]) for entry in told}
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is damaged ({error}); mend it or move it away") from error
+
+
+def _other_kind(folder: Path, in_folders: bool) -> list[Path]:
+    """Checkpoints of the kind that this run does not write: another world size has left them here."""
+    return list(mains((Checkpoints if in_folders else FolderCheckpoints)(folder)._list() if is_main() else None))

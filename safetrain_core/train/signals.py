@@ -7,6 +7,9 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any
 
+from ..distributed import INTERRUPT, TERMINATE, world_size
+from ..distributed import SAVE as SAVE_BIT
+
 __all__ = ["StopSignals"]
 
 WATCHED = (signal.SIGINT, signal.SIGTERM)
@@ -18,7 +21,7 @@ SAVE: signal.Signals | None = getattr(signal, "SIGUSR1", None)
 class StopSignals:
     """While entered, the first SIGINT or SIGTERM sets ``received``; a second SIGINT raises KeyboardInterrupt at once.
 
-    SIGUSR1 sets ``save_requested``.
+    SIGUSR1 sets ``save_requested``. With several ranks a signal to one of them counts once ``obey`` has heard of it.
 
     Outside the main thread, where Python allows no handlers, it watches nothing.
 
@@ -31,15 +34,29 @@ class StopSignals:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self.save_requested = False
+        self._alone = world_size() == 1
+        self._wishes = 0
         self._before: dict[signal.Signals, Any] = {}
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == SAVE:
-            self.save_requested = True
-            return
-        if self.received is not None and number == signal.SIGINT:
+        again = self._wishes & (INTERRUPT | TERMINATE)
+        if again and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.received = self.received or signal.Signals(number)
+        wish = SAVE_BIT if number == SAVE else (INTERRUPT if number == signal.SIGINT else TERMINATE)
+        self._wishes |= wish
+        if self._alone:
+            self.obey(wish)
+
+    def requests(self) -> int:
+        """What this rank has been asked for and has not told the others yet, for ``distributed.agree``."""
+        wishes, self._wishes = self._wishes, self._wishes & ~SAVE_BIT
+        return 0 if self._alone else wishes
+
+    def obey(self, agreed: int) -> None:
+        """Do what any rank was asked for; all ranks do so at the same step."""
+        if self.received is None and agreed & (INTERRUPT | TERMINATE):
+            self.received = signal.SIGINT if agreed & INTERRUPT else signal.SIGTERM
+        self.save_requested |= bool(agreed & SAVE_BIT)
 
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..config import TrainConfig
-from ..distributed import is_main, world_size
+from ..distributed import is_main, rank, world_size
 from ..errors import TrainingFailed
 from ..records import BASE_COLUMNS, GRADIENT_COLUMNS, StepLog
 from ..step.deferred import DeferredSteps, can_defer
@@ -140,7 +140,7 @@ class SafeTrainer:
         if not self._resumed:
             if self._keeper is not None:
                 self._keeper.begin_fresh()
-            seed_everything(config.seed)
+            seed_everything(config.seed + rank())
         self.model.train()
         with contextlib.ExitStack() as stack:
             csv = self._open_log(stack)
@@ -237,7 +237,9 @@ class SafeTrainer:
             light = step % self.config.gradient_log_interval == 0
             heavy = bool(self._blocks) and step % self.config.telemetry_log_interval == 0
             examine = self._look_every > 1 and step % self._look_every == 0
-            rows = [self.amp.step_window(window, detail=light or heavy, examine=examine)]
+            requests = self._stop.requests() | (self._keeper.requests() if self._keeper is not None else 0)
+            rows = [self.amp.step_window(window, detail=light or heavy, examine=examine, requests=requests)]
+            self._stop.obey(self.amp.requests)
             gradients = gradient_cells(self.amp.detail, self._blocks if heavy else {}, statistics=light)
         samples = world_size() * sum(samples_in(targets) for _, targets in window)
         self._waiting.append(Attempt(begin, samples, time.perf_counter() - start, gradients))
