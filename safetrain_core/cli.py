@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import difflib
 import os
 import sys
@@ -21,12 +20,8 @@ from .errors import SafeTrainError
 
 if TYPE_CHECKING:
     from .config import TrainConfig
-    from .train.result import FitResult
 
 __all__ = ["main"]
-
-#: What a run leaves in its folder. A folder that has one of these holds a run.
-RUN_FILES = ("config.yaml", "metrics.csv", "final.pt", "best.json", "bad_windows.jsonl")
 
 EXIT_MISTAKE = 2
 
@@ -81,6 +76,18 @@ def _parser() -> tuple[_Parser, _Parser]:
     run.add_argument("--config", type=Path, metavar="FILE", help="YAML file with config fields; flags win over it")
     run.add_argument("--print-config", action="store_true", help="print the config as YAML and stop")
     run.add_argument("--device", default="cpu", help="where to train: cpu, cuda, cuda:1, ...")
+    run.add_argument(
+        "--world-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes on this machine, the model cut over them by FSDP2; for several machines, use torchrun",
+    )
+    run.add_argument(
+        "--verify-resume",
+        action="store_true",
+        help="then continue from the newest checkpoint before the end, and prove that it is the same run",
+    )
     size = train.add_argument_group("the model")
     for flag, default, about in (
         ("context", 64, "longest sequence, in characters"),
@@ -150,7 +157,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         args = _parse(sys.argv[1:] if argv is None else argv)
-        return _verify(args.path) if args.verb == "verify" else _train(args)
+        status = _verify(args.path) if args.verb == "verify" else _train(args)
+        if _torchrun():
+            sys.stdout.flush()
+            os._exit(status)  # past the interpreter's end: gloo's threads now and then abort there (torch 2.13)
+        return status
     except SafeTrainError as error:
         print(f"safetrain: {error}", file=sys.stderr)
         return 1
@@ -178,15 +189,22 @@ def _train(args: argparse.Namespace) -> int:
         return 0
     if args.resume is not None and args.overwrite:
         raise ValueError("--resume continues the run in --out and --overwrite replaces it; say one of them")
-    _claim_folder(args.out, args.overwrite or args.resume is not None)
-    from .train.console import plain_warnings, print_summary
-    from .train.lock import folder_lock
+    started = int(os.environ.get("WORLD_SIZE", "1")) if _torchrun() else None
+    if args.world_size < 1 or (started is not None and args.world_size not in (1, started)):
+        limit = "at least 1" if started is None else f"{started}, as torchrun has started, or left out"
+        raise ValueError(f"--world-size {args.world_size} must be {limit}")
+    from .minigpt import MiniGPTConfig
+    from .train.run import run_everywhere
+    from .train.worker import Job
 
-    busy = f"--out {args.out} is in use by another run; name another folder, or wait for it"
-    with plain_warnings(), folder_lock(args.out, busy):
-        status, result = _fit(args, config)
-    print_summary(args.out, config, result)
-    return status
+    size = MiniGPTConfig(1, args.context, args.layers, args.heads, args.width, args.dropout, args.tied)
+    job = Job(config, size, args.out, args.corpus, args.device, args.resume, args.overwrite, witness=args.verify_resume)
+    return run_everywhere(job, args.world_size, under_torchrun=started is not None)
+
+
+def _torchrun() -> bool:
+    """Whether this process is one of several that torchrun, or an equal, has started."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
 def _verify(path: Path) -> int:
@@ -204,88 +222,3 @@ def _verify(path: Path) -> int:
         whole &= sound
         print(f"{'whole ' if sound else 'BROKEN'} {file}: {about}")
     return 0 if whole else 1
-
-
-def _claim_folder(out: Path, overwrite: bool) -> None:
-    """Make ``out``, or refuse: it holds a run already, or cannot be written."""
-    try:
-        held = [path.name for pattern in (*RUN_FILES, "step_*.pt") for path in out.glob(pattern)]
-    except OSError as error:
-        raise ValueError(f"--out {out} cannot be used: {error.strerror}; name another folder") from error
-    if held and not overwrite:
-        raise ValueError(
-            f"--out {out} holds a run already ({held[0]}); add --resume to continue it, --overwrite to replace it, "
-            "or name another"
-        )
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / f".safetrain-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"--out {out} cannot be written: {error.strerror}; name another folder") from error
-
-
-def _fit(args: argparse.Namespace, config: TrainConfig) -> tuple[int, FitResult]:
-    """Build corpus, model and trainer, and run. The old run in the folder goes only when all of that stands."""
-    # Idle OpenMP threads sleep instead of spinning: on a busy machine a run of 5 s took 100 s otherwise.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    import torch
-    import yaml
-    from torch.utils.data import DataLoader
-
-    from .checkpoint.atomic import atomic_save, atomic_write_text
-    from .checkpoint.single import model_state
-    from .corpus import Corpus
-    from .errors import TrainingFailed
-    from .minigpt import MiniGPT, MiniGPTConfig, next_token_loss
-    from .train.console import row_printer
-    from .train.trainer import SafeTrainer
-
-    try:
-        device = torch.zeros(1, device=args.device).device
-        torch.zeros(1, device=device).tolist()  # the device "meta" holds no values
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        why = str(error).splitlines()[0][:90]
-        raise ValueError(f"--device {args.device} is not available ({why}); use --device cpu") from error
-    size = MiniGPTConfig(1, args.context, args.layers, args.heads, args.width, args.dropout, args.tied)
-    corpus = Corpus.from_files(args.corpus, size.context)
-    torch.manual_seed(config.seed)
-    try:
-        model = MiniGPT(dataclasses.replace(size, vocab_size=len(corpus.vocab))).to(device)
-    except RuntimeError as error:
-        raise ValueError(
-            f"a model of {args.layers} x {args.width} does not fit: {str(error).splitlines()[0]}"
-        ) from error
-    train = DataLoader(corpus.train, config.batch_size, shuffle=True)
-    with row_printer(config.max_steps) as show:
-        trainer = SafeTrainer(
-            model,
-            config.model_copy(update={"csv_log_path": config.csv_log_path or str(args.out / "metrics.csv")}),
-            train,
-            DataLoader(corpus.val, config.batch_size),
-            next_token_loss,
-            on_row=show,
-            checkpoint_dir=args.out,
-            identity={"model": dataclasses.asdict(model.config), "corpus": corpus.sha256()},
-        )
-        weights = sum(p.numel() for p in model.parameters())
-        about = f"MiniGPT with {weights:,} weights on {device}, {len(corpus.train):,} sequences of {size.context}"
-        if args.resume is not None:
-            found = trainer.resume(None if args.resume == "auto" else args.resume)
-            about += "\n" + (f"resumed from step {trainer.state.step}: {found}" if found else "starting fresh")
-        else:
-            for path in [*(args.out / name for name in RUN_FILES), *args.out.glob("step_*.pt")]:
-                path.unlink(missing_ok=True)
-        # As it is resolved, but for the log's default place: from this file another run must not write over this log.
-        resolved = {**trainer.config.model_dump(), "csv_log_path": config.csv_log_path}
-        atomic_write_text(yaml.safe_dump(resolved, sort_keys=False), args.out / "config.yaml")
-        print(about, flush=True)
-        try:
-            result = trainer.fit()
-        except TrainingFailed as failure:
-            print(f"safetrain: {failure}", file=sys.stderr)
-            return 1, failure.result
-    if result.status == "completed":
-        atomic_save(model_state(model), args.out / "final.pt")
-    return (0 if result.signal is None else 128 + result.signal), result

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ __all__ = [
     "rank",
     "sum_over_ranks",
     "sums_and_agreement",
-    "under_torchrun",
     "world_size",
 ]
 
@@ -166,17 +164,6 @@ def mains(value: Any) -> Any:
 def _reducing_on(device: torch.device | None) -> torch.device:
     on_gpu = device is not None and device.type == "cuda" and "nccl" in str(dist.get_backend())
     return device if on_gpu and device is not None else torch.device("cpu")
-
-
-def under_torchrun(environment: Sequence[str] | None = None) -> bool:
-    """Whether this process was started by torchrun (or an equal) as one of several ranks.
-
-    >>> under_torchrun({"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
-    True
-    """
-    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= set(
-        os.environ if environment is None else environment
-    )
 
 
 @contextlib.contextmanager

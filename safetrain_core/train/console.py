@@ -5,15 +5,21 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ..config import TrainConfig
 from ..records import StepLog
+from .ranks import RankFacts
 from .result import FitResult
 
-__all__ = ["plain_warnings", "print_summary", "row_printer"]
+__all__ = ["plain_warnings", "print_ranks", "print_summary", "row_printer", "say"]
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print at once, to stdout by default."""
+    print(text, file=file, flush=True)
 
 
 @contextlib.contextmanager
@@ -62,3 +68,17 @@ def print_summary(out: Path, config: TrainConfig, result: FitResult) -> None:
     print(f"  last loss        {loss(result.last_loss)}")
     print(f"  validation loss  {loss(result.val_loss)}")
     print(f"  log              {config.csv_log_path or out / 'metrics.csv'}", flush=True)
+
+
+def print_ranks(facts: Sequence[RankFacts]) -> None:
+    """What each rank holds, beside 12 P / N bytes.
+
+    >>> print_ranks([RankFacts(r, 8, 4, 16, 32, 1.5) for r in range(2)])
+    rank   weights held   weights + optimizer, bytes   12 P / N, bytes   parameter norm
+       0              4                           48                48       1.50000000
+       1              4                           48                48       1.50000000
+    """
+    print("rank   weights held   weights + optimizer, bytes   12 P / N, bytes   parameter norm")
+    for fact in facts:
+        held = fact.weight_bytes + fact.optimizer_bytes
+        print(f"{fact.rank:4d} {fact.held:14,d} {held:28,d} {fact.ideal_bytes(len(facts)):17,.0f} {fact.norm:16.8f}")

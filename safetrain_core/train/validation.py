@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.rng import capture_rng_state, restore_rng_state
+from ..distributed import sums_and_agreement
 from ..step.amp import AmpTrainState
 from .cursor import batch_to, samples_in
 
@@ -22,6 +23,8 @@ def validate(
 
     Args:
         should_stop: asked before each batch; where it says so the answer is None, so that a signal is obeyed promptly.
+
+    Each of several ranks gives its share of the data, in as many batches; the answer is that of all, on every rank.
 
     Raises:
         ValueError: no batch, or one that is not a pair.
@@ -48,4 +51,6 @@ def validate(
             module.training = mode
     if samples == 0:
         raise ValueError("val_loader is empty (0 batches); give it at least one batch")
-    return float(total.item()) / samples
+    counted = torch.tensor([samples], dtype=torch.float64, device=amp.device)
+    (loss, count), _ = sums_and_agreement(torch.cat([total.reshape(1).double(), counted]), 0)
+    return loss / count

@@ -1,0 +1,257 @@
+"""One rank of ``safetrain train``, or its only process: corpus, MiniGPT, trainer, run. Started here, by ``launch``, or
+by torchrun; with several ranks the model is sharded by FSDP2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from ..checkpoint.atomic import atomic_save, atomic_write_text
+from ..checkpoint.single import model_state
+from ..config import TrainConfig
+from ..corpus import Corpus
+from ..distributed import is_main, mains, rank, world_size
+from ..errors import TrainingFailed
+from ..minigpt import MiniGPT, MiniGPTConfig, next_token_loss
+from .console import plain_warnings, row_printer, say
+from .lock import folder_lock
+from .ranks import RankFacts, rank_facts, state_digest
+from .result import FitResult
+from .trainer import SafeTrainer
+
+__all__ = ["RUN_FILES", "Job", "Report", "sharded", "train"]
+
+#: What a run leaves in its folder. A folder that has one of these holds a run.
+RUN_FILES = ("config.yaml", "metrics.csv", "final.pt", "best.json", "bad_windows.jsonl")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What one run is to do; plain values, so that it can be sent to the ranks.
+
+    Args:
+        size: the model's; its vocabulary is the corpus's. out: folder for what the run leaves.
+        corpus: text files, None = the default corpus.
+        device: ``cpu``, ``cuda``, ``cuda:1``; with several ranks ``cuda`` means a GPU for each.
+        resume: None = a fresh run, ``auto``, or a checkpoint. overwrite: replace the run that ``out`` holds.
+        quiet: print nothing. witness: keep a digest of the state at each checkpoint.
+        init_seed: of the weights, where it is not the config's.
+    """
+
+    config: TrainConfig
+    size: MiniGPTConfig
+    out: Path
+    corpus: Sequence[str] | None = None
+    device: str = "cpu"
+    resume: str | None = None
+    overwrite: bool = False
+    quiet: bool = False
+    witness: bool = False
+    init_seed: int | None = None
+
+
+@dataclasses.dataclass
+class Report:
+    """What one rank's run reached.
+
+    ``status``: as an exit status. ``failure``: why it is 1. ``began``: step it resumed from. ``digests``, where
+    asked for: step -> sha256 of what this rank holds, at the beginning, at each checkpoint and at the end.
+    """
+
+    status: int
+    result: FitResult
+    facts: RankFacts
+    began: int
+    digests: dict[int, str]
+    failure: str | None = None
+
+
+def sharded(model: nn.Module, device: torch.device) -> nn.Module:
+    """``model`` with its weights cut over all ranks by FSDP2: each block of a stack by itself, then the rest.
+
+    Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (world_size(),))
+    for stack in model.children():
+        for block in stack if isinstance(stack, nn.ModuleList) else ():
+            fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def train(job: Job) -> Report:
+    """Run ``job`` on this rank; every rank calls it with the same job.
+
+    Raises:
+        ValueError: the folder, the corpus, the device or the model cannot be used; the same on every rank.
+    """
+    # Idle OpenMP threads sleep instead of spinning: on a busy machine a run of 5 s took 100 s otherwise.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    with _warnings_of_one_rank(), contextlib.ExitStack() as stack:
+        _on_main(lambda: _claim(job, stack))
+        return _run(job)
+
+
+def _on_main(work: Callable[[], Any]) -> None:
+    """Do ``work`` on rank 0; what it refuses is refused on every rank."""
+    error = None
+    if is_main():
+        try:
+            work()
+        except ValueError as refused:
+            error = str(refused)
+    if (error := mains(error)) is not None:
+        raise ValueError(error)
+
+
+@contextlib.contextmanager
+def _warnings_of_one_rank() -> Iterator[None]:
+    if is_main():
+        with plain_warnings():
+            yield
+        return
+    logging.getLogger("safetrain_core").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _claim(job: Job, stack: contextlib.ExitStack) -> None:
+    """Make the folder and lock it, or refuse: it holds a run already, is in use, or cannot be written."""
+    out = job.out
+    try:
+        held = [path.name for pattern in (*RUN_FILES, "step_*") for path in out.glob(pattern)]
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be used: {error.strerror}; name another folder") from error
+    if held and not job.overwrite and job.resume is None:
+        raise ValueError(
+            f"--out {out} holds a run already ({held[0]}); add --resume to continue it, --overwrite to replace it, "
+            "or name another"
+        )
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        probe = out / f".safetrain-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"--out {out} cannot be written: {error.strerror}; name another folder") from error
+    stack.enter_context(folder_lock(out, f"--out {out} is in use by another run; name another folder, or wait for it"))
+
+
+def _device(name: str) -> torch.device:
+    if name == "cuda" and world_size() > 1:
+        name = f"cuda:{os.environ.get('LOCAL_RANK', rank())}"
+    try:
+        device = torch.zeros(1, device=name).device
+        torch.zeros(1, device=device).tolist()  # the device "meta" holds no values
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = str(error).splitlines()[0][:90]
+        raise ValueError(f"--device {name} is not available ({why}); use --device cpu") from error
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def _loader(data: Dataset[Any], config: TrainConfig, *, shuffle: bool) -> DataLoader[Any]:
+    """Batches of this rank's share, padded with the first samples where the ranks do not divide the whole."""
+    if world_size() == 1:
+        return DataLoader(data, config.batch_size, shuffle=shuffle)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, shuffle=shuffle, seed=config.seed)
+    return DataLoader(data, config.batch_size, sampler=sampler)
+
+
+def _run(job: Job) -> Report:
+    config, out, main = job.config, job.out, is_main()
+    device = _device(job.device)
+    corpus = Corpus.from_files(job.corpus, job.size.context)
+    torch.manual_seed(config.seed if job.init_seed is None else job.init_seed)
+    try:
+        model = MiniGPT(dataclasses.replace(job.size, vocab_size=len(corpus.vocab))).to(device)
+    except RuntimeError as error:
+        raise ValueError(
+            f"a model of {job.size.layers} x {job.size.width} does not fit: {str(error).splitlines()[0]}"
+        ) from error
+    weights = sum(p.numel() for p in model.parameters())
+    if world_size() > 1:
+        sharded(model, device)
+    digests: dict[int, str] = {}
+
+    def witness(step: int, _: nn.Module) -> None:
+        saved = out / f"step_{step - 1:08d}{'' if world_size() > 1 else '.pt'}"
+        if saved.exists() or not digests:
+            digests[step - 1] = state_digest(trainer.amp)
+
+    with row_printer(config.max_steps) if main and not job.quiet else contextlib.nullcontext() as show:
+        trainer = SafeTrainer(
+            model,
+            config.model_copy(update={"csv_log_path": config.csv_log_path or str(out / "metrics.csv")}),
+            _loader(corpus.train, config, shuffle=True),
+            _loader(corpus.val, config, shuffle=False),
+            next_token_loss,
+            on_row=show,
+            before_step=witness if job.witness else None,
+            checkpoint_dir=out,
+            identity={"model": dataclasses.asdict(model.config), "corpus": corpus.sha256()},
+        )
+        ranks = f", {world_size()} ranks" if world_size() > 1 else ""
+        data = f"{len(corpus.train):,} sequences of {job.size.context}"
+        about = f"MiniGPT with {weights:,} weights on {device}{ranks}, {data}"
+        if job.resume is not None:
+            found = trainer.resume(None if job.resume == "auto" else job.resume)
+            about += "\n" + (f"resumed from step {trainer.state.step}: {found}" if found else "starting fresh")
+        else:
+            _on_main(lambda: _remove_old_run(out))
+        began = trainer.state.step
+        if main:
+            # As it is resolved, but for the log's default place: with this file another run must not write this log.
+            resolved = {**trainer.config.model_dump(), "csv_log_path": config.csv_log_path}
+            atomic_write_text(yaml.safe_dump(resolved, sort_keys=False), out / "config.yaml")
+            if not job.quiet:
+                say(about)
+        failure = None
+        try:
+            result = trainer.fit()
+        except TrainingFailed as stop:
+            failure, result = str(stop), stop.result
+    if job.witness:
+        digests[result.state.step] = state_digest(trainer.amp)
+    if result.status == "completed":
+        whole = _whole_weights(model)
+        if main:
+            atomic_save(whole, out / "final.pt")
+    status = 1 if failure is not None else 0 if result.signal is None else 128 + result.signal
+    return Report(status, result, rank_facts(model, trainer.amp.optimizer), began, digests, failure)
+
+
+def _remove_old_run(out: Path) -> None:
+    from ..checkpoint.manifest import remove_checkpoint
+
+    for path in [*(out / name for name in RUN_FILES), *out.glob("step_*.pt")]:
+        path.unlink(missing_ok=True)
+    for path in out.glob("step_*"):
+        if path.is_dir() and not path.is_symlink():
+            remove_checkpoint(path)
+
+
+def _whole_weights(model: nn.Module) -> dict[str, Any]:
+    """The model's state_dict, whole on rank 0; the others help."""
+    if world_size() == 1:
+        return model_state(model)
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
