@@ -30,7 +30,15 @@ from .errors import RankFailed
 __all__ = ["launch"]
 
 #: Imported once by the server that forks the ranks.
-PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor"]
+PRELOADED = [
+    "safetrain_core.rank_server",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor",
+]
+
+#: What the server ignores, and a rank does not.
+IGNORED = ("SIGTERM", "SIGHUP", "SIGUSR1")
 
 #: After the first sign of a failure: how long to wait for what the other ranks have to say, which may be the cause.
 GRACE_S = 0.5
@@ -292,6 +300,9 @@ def _rank_main(
     args: tuple[Any, ...],
 ) -> None:
     threading.Thread(target=_die_with_parent, args=(life,), daemon=True).start()
+    for name in IGNORED:
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
     if hasattr(os, "setpgid"):
         os.setpgid(0, 0)  # a Ctrl-C at the terminal reaches the launching process, which decides
     if not show:

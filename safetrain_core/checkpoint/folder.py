@@ -14,7 +14,7 @@ from .dcp import DcpReader
 from .nested import joined, tensors_in
 from .single import model_state
 
-__all__ = ["FolderSource"]
+__all__ = ["FolderSource", "shard_payload"]
 
 
 class FolderSource:
@@ -62,3 +62,31 @@ class FolderSource:
     def fill(self) -> None:
         """Load the tensors, in place; ``CheckpointError`` before anything is changed where they do not fit."""
         self._reader.fill(tensors_in(self._live))
+
+
+def shard_payload(payload: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Cut the whole tensors of a one-file payload as the weights of this model are cut; in place.
+
+    ``payload["rng"]`` and ``payload["loader"]`` become None: they were one process's.
+    """
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    def like(weight: Any, value: Any) -> Any:
+        if not isinstance(weight, DTensor) or not isinstance(value, torch.Tensor) or value.shape != weight.shape:
+            return value
+        return distribute_tensor(value.to(weight.device), weight.device_mesh, weight.placements)
+
+    live = model_state(model)
+    for name, value in payload["model"].items():
+        payload["model"][name] = like(live.get(name), value)
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    for number, state in payload["optimizer"]["state"].items():
+        for key, value in state.items():
+            state[key] = like(weights[number], value)
+    if world_size() > 1:
+        warnings.warn(
+            f"saved by one process and resumed on {world_size()} ranks: random states begin anew, so it is not bit for "
+            "bit the same run",
+            stacklevel=5,
+        )
+    payload["rng"] = payload["loader"] = None

@@ -67,7 +67,7 @@ class Checkpoints:
 
     def set_aside_after(self, step: int) -> list[Path]:
         """A run goes on from ``step``: files of later steps are another branch's, and get the ending ``.abandoned``."""
-        later = [path for path in self._list() if _number(path.name) > step]
+        later = [path for path in self._list() if step_in(path.name) > step]
         for path in later:
             path.replace(path.with_name(path.name + ".abandoned"))
         if later:
@@ -175,7 +175,7 @@ class Checkpoints:
 
     def _list(self) -> list[Path]:
         names = os.listdir(self.folder) if self.folder.is_dir() else []
-        return [self.folder / name for name in sorted(filter(self._is_name, names), key=_number)]
+        return [self.folder / name for name in sorted(filter(self._is_name, names), key=step_in)]
 
     def _is_name(self, name: str) -> bool:
         return bool(NAME.fullmatch(name))
@@ -212,7 +212,12 @@ class Checkpoints:
         return {name: loss for name, loss in sound.items() if (self.folder / name).exists()}
 
 
-def _number(name: str) -> int:
+def step_in(name: str) -> int:
+    """The number in ``step_00000800.pt`` or ``step_00000800``.
+
+    >>> step_in("step_00000800.pt")
+    800
+    """
     return int(name.split("_")[1].split(".")[0])
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.atomic import atomic_write_text, plain
-from ..checkpoint.folder import FolderSource
-from ..checkpoint.rolling import Checkpoints
+from ..checkpoint.folder import FolderSource, shard_payload
+from ..checkpoint.rolling import Checkpoints, step_in
 from ..checkpoint.rolling_folders import FolderCheckpoints
 from ..checkpoint.single import check_fit, load_payload, read_checkpoint, run_payload
 from ..config import TrainConfig
@@ -72,6 +72,7 @@ class Keeper:
             every_seconds=config.checkpoint_every_seconds,
             async_save=config.async_save,
         )
+        self._other = (Checkpoints if self.in_folders else FolderCheckpoints)(folder)  # of another world size
         self.identity: dict[str, Any] = plain(dict(identity or {}), "identity")
         self.validation_due = False
         self._saved_step: int | None = None
@@ -125,11 +126,19 @@ class Keeper:
         latest = self.checkpoints.latest()
         return None if latest is None else str(latest)
 
+    def _latest(self) -> Path | None:
+        found = [self.checkpoints.latest(), mains(self._other.latest() if is_main() else None)]
+        return max((path for path in found if path is not None), key=lambda path: step_in(path.name), default=None)
+
+    def _held(self) -> list[Path]:
+        other = mains(self._other.all() if is_main() else None)
+        return sorted([*self.checkpoints.all(), *other], key=lambda path: step_in(path.name))
+
     # --- going back -------------------------------------------------------------------------------------------
 
     def begin_fresh(self) -> None:
         """``ValueError`` where the folder holds checkpoints: they are another run's, which this one would mix with."""
-        held = [*self.checkpoints.all(), *_other_kind(self.checkpoints.folder, self.in_folders)]
+        held = self._held()
         if held:
             raise ValueError(
                 f"{self.checkpoints.folder} holds checkpoints of a run already ({held[-1].name}); resume() it, "
@@ -143,12 +152,9 @@ class Keeper:
             CheckpointError: it cannot be trusted or does not fit, or there are some and none can be trusted; everything
                 is as before. ValueError: there is no such file.
         """
-        found = Path(path) if path is not None else self.checkpoints.latest()
-        other = _other_kind(self.checkpoints.folder, self.in_folders)
-        if found is None and not self.checkpoints.all() and other:
-            found = other[-1]
+        found = Path(path) if path is not None else self._latest()
         if found is None:
-            held = self.checkpoints.all()
+            held = self._held()
             if held:
                 raise CheckpointError(
                     f"none of the {len(held)} checkpoints in {self.checkpoints.folder} is whole; "
@@ -168,6 +174,7 @@ class Keeper:
             setattr(self.result, name, told.get(name))
         self._settle_config(payload["config"] or {})
         self.checkpoints.set_aside_after(self.amp.counters.step)
+        mains(self._other.set_aside_after(self.amp.counters.step) if is_main() else None)
         self.checkpoints.began_at(self.amp.counters.updates)
         self._saved_step = self.amp.counters.step
         self._bad = bad
@@ -187,10 +194,13 @@ class Keeper:
                 raise CheckpointError(f"{path} is of another run: its {name} is {was.get(name)}, here {value}")
         if source is not None:
             source.fill()
-            if payload["loader"] is None:  # the same samples are behind, in another number of batches per rank
-                payload["loader"] = self.cursor.fresh_position()
-                behind = payload["state"]["batch_in_epoch"] * source.saved_on // world_size()
-                payload["state"] = {**payload["state"], "batch_in_epoch": behind}
+        elif self.in_folders:
+            shard_payload(payload, amp.model, amp.optimizer)
+        if payload["loader"] is None:  # the same samples are behind, in another number of batches per rank
+            payload["loader"] = self.cursor.fresh_position()
+            ranks = 1 if source is None else source.saved_on
+            behind = payload["state"]["batch_in_epoch"] * ranks // world_size()
+            payload["state"] = {**payload["state"], "batch_in_epoch": behind}
         load_payload(payload, amp.model, amp.optimizer, amp.scheduler, scaler=amp.scaler, loader=self.cursor)
         amp.scaling.forget()
         for name, buffer in amp.model.named_buffers():
@@ -251,8 +261,3 @@ class Keeper:
             return {(entry["epoch"], entry["batch_in_epoch"]) for entry in told}
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is damaged ({error}); mend it or move it away") from error
-
-
-def _other_kind(folder: Path, in_folders: bool) -> list[Path]:
-    """Checkpoints of the kind that this run does not write: another world size has left them here."""
-    return list(mains((Checkpoints if in_folders else FolderCheckpoints)(folder)._list() if is_main() else None))
