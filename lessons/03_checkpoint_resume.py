@@ -69,7 +69,7 @@ from safetrain_core import (
     save_checkpoint,
 )
 from safetrain_core.checkpoint.atomic import verify
-from safetrain_core.checkpoint.rolling import inspect
+from safetrain_core.checkpoint.inspection import inspect
 
 from support import (
     about,

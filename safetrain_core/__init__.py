@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .checkpoint.atomic import atomic_save
+    from .checkpoint.dcp import load_dcp, save_dcp
     from .checkpoint.manifest import ShardManifest, rotate_checkpoints
     from .checkpoint.rng import capture_rng_state, restore_rng_state
     from .checkpoint.rolling import Checkpoints
@@ -74,6 +75,7 @@ _HOME = {
     "is_main": "distributed",
     "launch": "launcher",
     "load_checkpoint": "checkpoint.single",
+    "load_dcp": "checkpoint.dcp",
     "load_shard": "checkpoint.sharded",
     "load_sharded": "checkpoint.sharded",
     "loss_scaled_for_accum": "step.accumulate",
@@ -85,6 +87,7 @@ _HOME = {
     "rolling_skip_rate": "records",
     "rotate_checkpoints": "checkpoint.manifest",
     "save_checkpoint": "checkpoint.single",
+    "save_dcp": "checkpoint.dcp",
     "save_shard": "checkpoint.sharded",
     "save_sharded": "checkpoint.sharded",
     "scale_lr_with_batch": "step.accumulate",

@@ -46,7 +46,7 @@ def _parser() -> tuple[_Parser, _Parser]:
         "folder's. Exit status 1 where one is not whole.",
         allow_abbrev=False,
     )
-    check.add_argument("path", type=Path, help="a checkpoint, or a folder with some")
+    check.add_argument("path", type=Path, help="a checkpoint (a file or a folder), or a folder with some")
     train = verbs.add_parser(
         "train",
         help="train a small GPT on text",
@@ -209,13 +209,13 @@ def _torchrun() -> bool:
 
 def _verify(path: Path) -> int:
     """Print a line per checkpoint; 1 where one is not whole."""
-    from .checkpoint.rolling import inspect
+    from .checkpoint.inspection import checkpoints_in, inspect
 
     if not path.exists():
         raise ValueError(f"{path} does not exist; name a checkpoint or a folder with some")
-    files = sorted(path.glob("*.pt")) if path.is_dir() else [path]
+    files = checkpoints_in(path)
     if not files:
-        raise ValueError(f"{path} holds no checkpoint (*.pt); name another folder")
+        raise ValueError(f"{path} holds no checkpoint (*.pt, or folders step_*); name another folder")
     whole = True
     for file in files:
         about, sound = inspect(file)

@@ -17,7 +17,7 @@ import torch
 from ..errors import CheckpointError
 from .atomic import StrPath, atomic_save, atomic_write_json, sync_folder, verify
 
-__all__ = ["Checkpoints", "detached_copy", "inspect"]
+__all__ = ["Checkpoints", "detached_copy", "step_in"]
 
 log = logging.getLogger(__name__)
 
@@ -241,24 +241,3 @@ def detached_copy(value: Any, _seen: dict[Any, torch.Tensor] | None = None) -> A
     if isinstance(value, list | tuple):
         return type(value)(detached_copy(v, seen) for v in value)
     return value
-
-
-def inspect(path: StrPath) -> tuple[str, bool]:
-    """What a file is, in words, and whether it is whole: by its sha256 first, and only then by what is in it.
-
-    >>> inspect("no-such.pt")
-    ('no-such.pt is missing; nothing can be loaded from it', False)
-    """
-    try:
-        verify(path)
-        payload = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except CheckpointError as error:
-        return str(error), False
-    except Exception as error:  # noqa: BLE001  whatever makes torch refuse a file that is whole
-        return f"whole, but cannot be read without running code from it ({type(error).__name__})", False
-    size = f"{os.path.getsize(path):,} bytes"
-    schema = payload.get("schema") if isinstance(payload, dict) else None
-    if schema is None:
-        return f"weights alone, {len(payload)} tensors, {size}", True
-    state = payload.get("state") or {}
-    return f"checkpoint {schema}, step {state.get('step')}, {state.get('updates')} updates, {size}", True

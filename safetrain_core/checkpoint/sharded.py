@@ -191,6 +191,21 @@ def read_manifest(src_dir: StrPath, expected_world_size: int | None = None) -> S
     return manifest
 
 
+def verify_sharded(src_dir: StrPath) -> ShardManifest:
+    """The manifest, once every shard was found whole; nothing is unpickled.
+
+    Raises:
+        CheckpointError: see ``load_sharded``.
+    """
+    manifest = read_manifest(src_dir)
+    for shard in manifest.shards:
+        _check_file(shard, Path(src_dir))
+    _beside_one_another(
+        lambda rank: _check_sum(manifest.shards[rank], Path(src_dir) / manifest.shards[rank].path), manifest.world_size
+    )
+    return manifest
+
+
 def load_sharded(src_dir: StrPath, expected_world_size: int) -> tuple[ShardManifest, list[dict[str, Any]]]:
     """Load and verify every rank's state; tensors on the CPU.
 

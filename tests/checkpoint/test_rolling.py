@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from safetrain_core import CheckpointError, Checkpoints
-from safetrain_core.checkpoint import rolling
+from safetrain_core.checkpoint import inspection, rolling
 from safetrain_core.checkpoint.single import read_checkpoint
 
 
@@ -125,8 +125,8 @@ def test_inspect_tells_files_apart(tmp_path):
     from safetrain_core import atomic_save
 
     Checkpoints(tmp_path).save({**payload(1), "state": {"step": 1, "updates": 1}}, 1)
-    assert rolling.inspect(tmp_path / "step_00000001.pt")[0].startswith("checkpoint ckpt.v1, step 1, 1 updates")
+    assert inspection.inspect(tmp_path / "step_00000001.pt")[0].startswith("checkpoint ckpt.v1, step 1, 1 updates")
     atomic_save({"w": torch.ones(2)}, tmp_path / "final.pt")
-    assert rolling.inspect(tmp_path / "final.pt")[0].startswith("weights alone, 1 tensors")
-    assert rolling.inspect(tmp_path / "none.pt")[1] is False
+    assert inspection.inspect(tmp_path / "final.pt")[0].startswith("weights alone, 1 tensors")
+    assert inspection.inspect(tmp_path / "none.pt")[1] is False
     assert issubclass(CheckpointError, RuntimeError)
