@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..step.amp import AmpTrainState
+from ..step.gradients import local
 
 __all__ = ["SafeState"]
 
@@ -34,7 +35,7 @@ class SafeState:
 
     def _live(self) -> list[Tensor]:
         model = self.amp.model
-        return [*model.parameters(), *model.buffers()]
+        return [local(tensor.detach()) for tensor in (*model.parameters(), *model.buffers())]
 
     @torch.no_grad()
     def capture(self) -> None:
