@@ -154,7 +154,7 @@ def buffers_after_resume(folder, resume):
     sampler = DistributedSampler(points) if world_size() > 1 else None
     made = SafeTrainer(
         model,
-        TrainConfig(max_steps=4 if resume is None else 4, checkpoint_every_n_steps=2, learning_rate=0.01),
+        TrainConfig(max_steps=4, checkpoint_every_n_steps=2, learning_rate=0.01),
         DataLoader(points, 4, sampler=sampler),
         loss_fn=nn.functional.mse_loss,
         checkpoint_dir=folder,

@@ -75,8 +75,8 @@ def test_a_run_goes_on_with_another_number_of_ranks_from_the_same_weights_and_sa
     same_on_all(told, "rows", "updates", "position")
     assert told[0]["began"][0].endswith("step_00000004")
     assert told[0]["rows"][0][0] == 5
-    # Behind were 4 updates x 2 micro-batches x 2 ranks = 16 of the epoch's 24 batches: 16 of 24 for one rank, 5 of 8 for
-    # each of three; then came 8 windows of 2, of which an epoch's last may be short.
+    # Behind were 4 updates x 2 micro-batches x 2 ranks = 16 of the epoch's 24 batches: 16 of 24 for one rank, 5 of 8
+    # for each of three; then came 8 windows of 2, of which an epoch's last may be short.
     assert told[0]["position"] == position
     assert told[0]["began"][2] == pytest.approx(norm_of(place / "step_00000004"), rel=1e-12)
 
