@@ -106,3 +106,50 @@ def counts_signals(folder):
     while not got and time.monotonic() < until:
         time.sleep(0.01)
     return got
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------------
+
+
+def shard_of(number, length=5):
+    """The state of one rank: its piece of a flat parameter, Adam's moments of it, and what is equal on all."""
+    flat = torch.arange(float(length)) + 100 * number
+    return {
+        "param_shard": flat,
+        "exp_avg": flat / 2,
+        "exp_avg_sq": flat**2,
+        "steps": [torch.tensor(7.0), {"lr": 0.1}],
+        "rng": torch.tensor([number, 3], dtype=torch.uint8),
+    }
+
+
+def saves_its_shard(folder, step, trouble=None):
+    """What the save raised or returned, and the shard read back."""
+    from safetrain_core import CheckpointError
+    from safetrain_core.checkpoint.sharded import load_shard, save_shard
+
+    state, here = shard_of(rank(), 3 + rank()), rank() == world_size() - 1
+    if trouble == "no such folder" and here:
+        folder = Path(folder, "a file", "cannot hold this")
+    if trouble == "a function in the state" and here:
+        state["hook"] = print
+    if trouble == "a list that holds itself" and here:
+        state["loop"] = []
+        state["loop"].append(state["loop"])
+    if trouble == "another step" and here:
+        step += 1
+    try:
+        manifest = save_shard(state, folder, rank=rank(), world_size=world_size(), step=step)
+    except CheckpointError as error:
+        return str(error)
+    again = load_shard(folder, rank(), world_size())[1]
+    return manifest, all(torch.equal(again[k], state[k]) for k in ("param_shard", "exp_avg", "exp_avg_sq", "rng"))
+
+
+def claims_another_rank(folder):
+    from safetrain_core.checkpoint.sharded import save_shard
+
+    try:
+        save_shard({}, folder, rank=0, world_size=3, step=1)
+    except ValueError as error:
+        return str(error)
