@@ -8,6 +8,7 @@ pieces, in order of rank, are the whole, and ``reshard`` cuts them anew. For FSD
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import stat
@@ -126,10 +127,11 @@ def _removing_after(failure: type[BaseException], folder: Path, names: list[str]
         yield
     except failure:
         with contextlib.suppress(CheckpointError, OSError):
-            published = [s.path for s in read_manifest(folder).shards] if os.path.lexists(folder / MANIFEST) else []
-            for name in set(names).difference(published):
+            published = json.dumps(read_json(folder)) if os.path.lexists(folder / MANIFEST) else ""
+            for name in names:
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(folder / name)
+                    if name not in published:
+                        os.unlink(folder / name)
         raise
 
 

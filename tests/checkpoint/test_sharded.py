@@ -2,7 +2,6 @@
 
 import errno
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -14,45 +13,12 @@ import pytest
 import rank_workers
 import torch
 from rank_workers import shard_of
+from shards import edit, names, rewrite, same, states
 
 from safetrain_core import CheckpointError, launch, load_sharded, reshard, rotate_checkpoints, save_sharded
 from safetrain_core.checkpoint import atomic, manifest, sharded
 from safetrain_core.checkpoint.manifest import LARGEST_NUMBER, all_checkpoints
 from safetrain_core.checkpoint.sharded import load_shard, read_manifest, save_shard
-
-
-def states(count, length=5):
-    return [shard_of(rank, length) for rank in range(count)]
-
-
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple):
-        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
-    return a == b or (a != a and b != b)
-
-
-def names(folder):
-    return sorted(os.listdir(folder))
-
-
-def edit(folder, change):
-    """Rewrite the manifest of ``folder``."""
-    told = json.loads((folder / "manifest.json").read_text())
-    change(told)
-    (folder / "manifest.json").write_text(json.dumps(told))
-
-
-def rewrite(folder, rank, payload):
-    """Another payload for a rank, with its right sum in the manifest: what a stranger could make."""
-    path = folder / json.loads((folder / "manifest.json").read_text())["shards"][rank]["path"]
-    torch.save(payload, path)
-    data = path.read_bytes()
-    about = {"sha256": hashlib.sha256(data).hexdigest(), "size_bytes": len(data)}
-    edit(folder, lambda told: told["shards"][rank].update(about))
 
 
 @pytest.fixture
