@@ -18,7 +18,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import RankFailed
+from .launched import Place, run_rank
 
 __all__ = ["launch"]
 
@@ -37,14 +37,14 @@ PRELOADED = [
     "torch.distributed.tensor",
 ]
 
-#: What the server ignores, and a rank does not.
-IGNORED = ("SIGTERM", "SIGHUP", "SIGUSR1")
-
 #: After the first sign of a failure: how long to wait for what the other ranks have to say, which may be the cause.
 GRACE_S = 0.5
 
 #: How long ranks that have handed in their results may take to end.
 LEAVE_S = 10.0
+
+#: Held while ``__main__`` or the environment is another for a moment: two threads may launch at once.
+PROCESS_WIDE = threading.RLock()
 
 #: What a rank raises because another one has gone.
 PEER_SIGNS = ("gloo", "Connection closed", "Connection reset", "Broken pipe", "NCCL", "ProcessGroup", "TCPStore")
@@ -79,7 +79,7 @@ def launch(
 
     Args:
         worker: a function of a module (not one defined in a notebook cell), called with the process group ready.
-        args: picklable.
+        args: picklable, as is what the worker returns; each rank gets a copy of its own.
         timeout_s: bound on the whole launch, and on each wait for another rank; None = only the waits, at 600 s.
         show: let the ranks print; else what they print is kept out of sight, and shown only where one dies.
         forward_signals: hand SIGINT, SIGTERM and SIGUSR1 on to the ranks, and wait for what they make of them. Else
@@ -95,7 +95,7 @@ def launch(
     ...
     ValueError: world_size=0 must be at least 1
     """
-    _refuse(worker, world_size, args, timeout_s)
+    job, in_main = _packed(worker, world_size, args, timeout_s)
     context = _context()
     with tempfile.TemporaryDirectory(prefix="safetrain-") as folder, contextlib.ExitStack() as stack:
         ranks = _Ranks(Path(folder))
@@ -103,28 +103,52 @@ def launch(
         if forward_signals:
             stack.enter_context(_forwarding(ranks))
         for rank in range(world_size):
-            ranks.start(context, (rank, world_size, folder, timeout_s or 600.0, backend, show, worker, args))
+            environment = {"OMP_NUM_THREADS": "1", **os.environ}
+            place = Place(rank, world_size, folder, timeout_s or 600.0, backend, show, environment)
+            with _starting(in_main):
+                ranks.start(context, place, job)
         return ranks.results(timeout_s)
 
 
-def _refuse(worker: Callable[..., Any], world_size: int, args: Sequence[Any], timeout_s: float | None) -> None:
+def _packed(
+    worker: Callable[..., Any], world_size: int, args: Sequence[Any], timeout_s: float | None
+) -> tuple[bytes, bool]:
+    """Worker and arguments as bytes, and whether a part of them lives in the caller's script.
+
+    Bytes, since what multiprocessing itself sends shares a tensor's memory: ranks would write into each other's.
+    """
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be at least 1")
     if timeout_s is not None and not timeout_s > 0:
         raise ValueError(f"timeout_s={timeout_s} must be above 0, or None for no bound on the whole")
     name = getattr(worker, "__qualname__", repr(worker))
-    if _in_main(worker) and not hasattr(sys.modules["__main__"], "__file__"):
-        raise ValueError(
-            f"the worker {name} was defined in a notebook or at a prompt; put it into a module (a .py file)"
-        )
     try:
-        pickle.dumps((worker, args))
-    except Exception as error:
-        raise ValueError(f"the worker {name} or its arguments cannot be sent to another process: {error}") from error
+        with _main_hidden():
+            return pickle.dumps((worker, args)), False
+    except Exception:  # noqa: BLE001  told below, where the script does not help
+        try:
+            job = pickle.dumps((worker, args))
+        except Exception as error:
+            raise ValueError(
+                f"the worker {name} or its arguments cannot be sent to another process: {error}"
+            ) from error
+    if not hasattr(sys.modules["__main__"], "__file__"):
+        raise ValueError(
+            f"the worker {name}, or one of its arguments, was defined in a notebook or at a prompt; "
+            "put it into a module (a .py file)"
+        )
+    return job, True
 
 
-def _in_main(worker: Callable[..., Any]) -> bool:
-    return getattr(worker, "__module__", None) == "__main__"
+@contextlib.contextmanager
+def _main_hidden() -> Iterator[None]:
+    with PROCESS_WIDE:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
 
 
 def _context() -> Any:
@@ -136,22 +160,21 @@ def _context() -> Any:
 
 
 @contextlib.contextmanager
-def _starting(worker: Callable[..., Any]) -> Iterator[None]:
+def _starting(in_main: bool) -> Iterator[None]:
     """One thread for each rank, as torchrun has it; and the caller's script is not run anew in each rank.
 
     multiprocessing imports the script that the caller runs; a script without a ``__main__`` guard, as a lesson is,
     would start itself again there. Only a worker that lives in the script needs that.
     """
-    main, threads = sys.modules["__main__"], os.environ.get("OMP_NUM_THREADS")
-    if not _in_main(worker):
-        sys.modules["__main__"] = types.ModuleType("__main__")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-        if threads is None:
-            del os.environ["OMP_NUM_THREADS"]
+    with PROCESS_WIDE:
+        threads = os.environ.get("OMP_NUM_THREADS")
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        try:
+            with contextlib.nullcontext() if in_main else _main_hidden():
+                yield
+        finally:
+            if threads is None:
+                del os.environ["OMP_NUM_THREADS"]
 
 
 class _Ranks:
@@ -162,13 +185,14 @@ class _Ranks:
         self.processes: list[Any] = []
         self._answers: list[Connection] = []
         self._lives: list[Connection] = []
+        self._all_done = False
 
-    def start(self, context: Any, job: tuple[Any, ...]) -> None:
+    def start(self, context: Any, place: Place, job: bytes) -> None:
         answer, theirs = context.Pipe(duplex=False)
         life, ours = context.Pipe(duplex=False)
-        process = context.Process(target=_rank_main, args=(theirs, life, *job), daemon=True)
-        with _starting(job[-2]):
-            process.start()
+        # No daemon: a daemon may have no children, and a DataLoader's workers are that.
+        process = context.Process(target=run_rank, args=(theirs, life, place, job), daemon=False)
+        process.start()
         theirs.close()
         life.close()
         self.processes.append(process)
@@ -211,6 +235,7 @@ class _Ranks:
                 text=first.text,
                 trace=first.trace,
             )
+        self._all_done = True
         return [got[r] for r in range(len(self.processes))]
 
     def _soon(self, until: float | None, falls: list[Fall]) -> float:
@@ -219,15 +244,19 @@ class _Ranks:
 
     def _take(self, r: int, got: dict[int, Any], falls: list[Fall]) -> None:
         try:
-            if self._answers[r].poll():
-                kind, value = self._answers[r].recv()
-                if kind == "done":
-                    got[r] = value
-                else:
-                    falls.append(Fall(r, *value))
-                return
+            told = self._answers[r].recv_bytes() if self._answers[r].poll() else None
         except (EOFError, OSError):
-            pass
+            told = None
+        if told is not None:
+            try:
+                kind, value = pickle.loads(told)  # noqa: S301  from a process of our own
+            except Exception as error:  # noqa: BLE001  a class that this process cannot find, or makes trouble of
+                kind, value = "", (type(error).__name__, f"its result cannot be read here: {error}")
+            if kind == "done":
+                got[r] = value
+            else:
+                falls.append(Fall(r, *value))
+            return
         self.processes[r].join(1.0)
         code = self.processes[r].exitcode
         said = _tail(self.folder / f"rank{r}.log")
@@ -245,16 +274,26 @@ class _Ranks:
 
     def end(self) -> None:
         """Leave no process behind: those that have handed in get a moment, the others none."""
-        until = time.monotonic() + (LEAVE_S if sys.exc_info()[0] is None else 0.0)
-        for process in self.processes:
-            process.join(max(0.0, until - time.monotonic()))
-        for process in self.processes:
-            if process.is_alive():
-                process.kill()
-            process.join()
-            process.close()
-        for pipe in (*self._answers, *self._lives):
-            pipe.close()
+        until = time.monotonic() + (LEAVE_S if self._all_done else 0.0)
+        try:
+            for process in self.processes:
+                process.join(max(0.0, until - time.monotonic()))
+        finally:
+            for process in self.processes:
+                if process.is_alive():
+                    _kill(process)
+                process.join()
+                process.close()
+            for pipe in (*self._answers, *self._lives):
+                pipe.close()
+
+
+def _kill(process: Any) -> None:
+    """With its children: a rank leads a process group of its own, once it has begun."""
+    with contextlib.suppress(OSError, AttributeError):  # AttributeError: Windows
+        if os.getpgid(process.pid) == process.pid:
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
 
 
 def _told(fall: Fall) -> str:
@@ -282,54 +321,3 @@ def _forwarding(ranks: _Ranks) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-# --- in the rank ------------------------------------------------------------------------------------------------
-
-
-def _rank_main(
-    answer: Connection,
-    life: Connection,
-    rank: int,
-    world_size: int,
-    folder: str,
-    timeout_s: float,
-    backend: str,
-    show: bool,
-    worker: Callable[..., Any],
-    args: tuple[Any, ...],
-) -> None:
-    threading.Thread(target=_die_with_parent, args=(life,), daemon=True).start()
-    for name in IGNORED:
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_DFL)
-    if hasattr(os, "setpgid"):
-        os.setpgid(0, 0)  # a Ctrl-C at the terminal reaches the launching process, which decides
-    if not show:
-        said = os.open(os.path.join(folder, f"rank{rank}.log"), os.O_WRONLY | os.O_CREAT)
-        os.dup2(said, 1)
-        os.dup2(said, 2)
-    status = 0
-    try:
-        from .distributed import process_group
-
-        meeting = Path(folder, "rendezvous").as_uri()
-        place = {"init_method": meeting, "rank": rank, "world_size": world_size}
-        with process_group(backend, timeout_s=timeout_s, **place):
-            value = worker(*args)
-        answer.send(("done", value))
-    except BaseException as error:  # noqa: BLE001  told to the launching process, which raises
-        status = 1
-        told = (type(error).__name__, str(error), traceback.format_exc(), time.monotonic())
-        with contextlib.suppress(OSError):
-            answer.send(("raised", told))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Past the interpreter's end: gloo's threads now and then abort the process there (torch 2.13).
-    os._exit(status)
-
-
-def _die_with_parent(life: Connection) -> None:
-    with contextlib.suppress(EOFError, OSError):
-        life.recv_bytes()
-    os._exit(1)

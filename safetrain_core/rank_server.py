@@ -6,7 +6,7 @@ on. Were the server ended by it, the launching process would lose sight of its r
 
 import signal
 
-from .launcher import IGNORED
+from .launched import IGNORED
 
 for name in IGNORED:
     if hasattr(signal, name):

@@ -287,8 +287,13 @@ def load_while(path: StrPath, check: Callable[[], Any]) -> Any:
 READABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device)
 
 
-def plain(value: Any, where: str = "payload") -> Any:
+def plain(
+    value: Any, where: str = "payload", *, tensor: Callable[[torch.Tensor], torch.Tensor] = lambda same: same
+) -> Any:
     """``value`` as what ``torch.load(weights_only=True)`` reads back, its containers rebuilt, its tensors shared.
+
+    Args:
+        where: what it is called in an error. tensor: what becomes of each tensor in it.
 
     Raises:
         ValueError: something in it cannot be; the message says where and what it is.
@@ -301,20 +306,22 @@ def plain(value: Any, where: str = "payload") -> Any:
     ValueError: payload['args'] is a object, which weights_only=True cannot read back; save plain types and tensors
     """
     kind = type(value)
-    if kind in READABLE or kind in (torch.Tensor, torch.nn.Parameter):
+    if kind in READABLE:
         return value
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return tensor(value)
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, pathlib.PurePath):
         return str(value)
     if isinstance(value, dict):
-        made = {plain(k, f"{where} key {k!r}"): plain(v, f"{where}[{k!r}]") for k, v in value.items()}
+        made = {plain(k, f"{where} key {k!r}"): plain(v, f"{where}[{k!r}]", tensor=tensor) for k, v in value.items()}
         if hasattr(value, "_metadata"):  # a module's state_dict carries the versions of its modules
             made = OrderedDict(made)
             made._metadata = plain(dict(value._metadata), where)  # type: ignore[attr-defined]
         return made
     if kind in (list, tuple):
-        return kind(plain(v, f"{where}[{i}]") for i, v in enumerate(value))
+        return kind(plain(v, f"{where}[{i}]", tensor=tensor) for i, v in enumerate(value))
     raise ValueError(
         f"{where} is a {kind.__name__}, which weights_only=True cannot read back; save plain types and tensors"
     )

@@ -39,14 +39,14 @@ MANIFEST = "manifest.json"
 #: Of flat shards. A schema starts with ``ckpt``, as that of a one-file checkpoint does.
 SHARD_SCHEMA = "ckpt.shards.v1"
 
-#: A manifest of a million files is smaller than this; a larger one is refused unread.
+#: A manifest of 200,000 files is smaller than this; a larger one is refused unread.
 LARGEST_MANIFEST = 64 * 2**20
 
 #: No size, offset or step is larger.
 LARGEST_NUMBER = 2**62
 
-SHARD_NAME = re.compile(r"rank(0|[1-9]\d{0,6})(\.[0-9a-f]{12})?\.bin")
-FOLDER_NAME = re.compile(r"step_(\d{1,18})")
+SHARD_NAME = re.compile(r"rank(0|[1-9][0-9]{0,6})(\.[0-9a-f]{12})?\.bin")
+FOLDER_NAME = re.compile(r"step_([0-9]{1,18})")
 #: Where DCP's files are, inside a checkpoint folder.
 PART_FOLDER = re.compile(r"dcp\.[0-9a-f]{12}")
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")
@@ -100,7 +100,7 @@ class ShardManifest:
         fields = checked_fields(told, ("world_size", "step", "shards", "wall_clock_seconds"), where)
         if fields["schema"] != SHARD_SCHEMA:
             raise CheckpointError(
-                f"unknown schema {fields['schema'][:40]!r} in {where}: expected {SHARD_SCHEMA}; another kind of folder"
+                f"unknown schema {shown(fields['schema'])} in {where}: expected {SHARD_SCHEMA}; another kind of folder"
             )
         world_size, step = (
             count(fields["world_size"], "world_size", where, least=1),
@@ -132,7 +132,7 @@ def _shard(entry: Any, number: int, where: StrPath) -> Shard:
     match = SHARD_NAME.fullmatch(path) if isinstance(path, str) else None
     if match is None or int(match[1]) != rank:
         raise CheckpointError(
-            f"{where}: the path {str(path)[:60]!r} of rank {rank} is not a file name of this kind (rank{rank}.bin); "
+            f"{where}: the path {shown(path)} of rank {rank} is not a file name of this kind (rank{rank}.bin); "
             "it is refused unopened"
         )
     numbers = {
@@ -179,16 +179,29 @@ def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
+def shown(value: Any) -> str:
+    """What a stranger has written, for an error: short, without control characters, whatever it is.
+
+    >>> shown("rank0" + chr(27) + "[2J"), shown([1] * 100)
+    ("'rank0\\\\x1b[2J'", '[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,...')
+    """
+    try:
+        text = " ".join(ascii(value).split())
+    except (ValueError, RecursionError):  # an integer of many thousand digits; a list nested as deep
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 42 else text[:39] + "..."
+
+
 def checked_fields(told: Any, names: tuple[str, ...], where: StrPath) -> dict[str, Any]:
     """``told`` as a dict with exactly ``names`` and a ``schema`` that starts with ckpt."""
     if not isinstance(told, dict):
         raise CheckpointError(f"{where} holds a {type(told).__name__}, expected an object; it is no manifest")
     schema = told.get("schema")
     if not isinstance(schema, str) or not schema.startswith("ckpt"):
-        raise CheckpointError(f"unknown schema {str(schema)[:40]!r} in {where}: not a safetrain checkpoint")
+        raise CheckpointError(f"unknown schema {shown(schema)} in {where}: not a safetrain checkpoint")
     missing, more = set(names) - told.keys(), told.keys() - {*names, "schema"}
     if missing or more:
-        what = f"lacks {min(missing)}" if missing else f"has an unknown {str(min(more))[:40]!r}"
+        what = f"lacks {min(missing)}" if missing else f"has an unknown {shown(min(more))}"
         raise CheckpointError(f"{where} {what}; it is damaged")
     return told
 
@@ -196,14 +209,14 @@ def checked_fields(told: Any, names: tuple[str, ...], where: StrPath) -> dict[st
 def count(value: Any, name: str, where: StrPath, least: int = 0) -> int:
     """``value`` as an integer from ``least`` to ``LARGEST_NUMBER``."""
     if type(value) is not int or not least <= value <= LARGEST_NUMBER:
-        raise CheckpointError(f"{where}: {name} is {str(value)[:40]}, expected an integer of at least {least}")
+        raise CheckpointError(f"{where}: {name} is {shown(value)}, expected an integer from {least} to 2**62")
     return value
 
 
 def seconds(value: Any, where: StrPath) -> float:
     """``value`` as a finite number."""
     if type(value) not in (int, float) or not abs(value) < 1e18 or not math.isfinite(value):
-        raise CheckpointError(f"{where}: wall_clock_seconds is {str(value)[:40]}, expected seconds since 1970")
+        raise CheckpointError(f"{where}: wall_clock_seconds is {shown(value)}, expected seconds since 1970")
     return float(value)
 
 
@@ -217,7 +230,7 @@ def listed(value: Any, name: str, where: StrPath) -> list[Any]:
 def checked_sha256(value: Any, whose: str, where: StrPath) -> str:
     """``value`` as 64 lower-case hexadecimal digits."""
     if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{64}", value):
-        raise CheckpointError(f"{where}: the sha256 of {whose} is {str(value)[:20]!r}, expected 64 hexadecimal digits")
+        raise CheckpointError(f"{where}: the sha256 of {whose} is {shown(value)}, expected 64 hexadecimal digits")
     return value
 
 

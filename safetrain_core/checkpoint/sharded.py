@@ -7,23 +7,26 @@ pieces, in order of rank, are the whole, and ``reshard`` cuts them anew. For FSD
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import secrets
 import stat
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..distributed import everyones, mains
 from ..distributed import rank as this_rank
 from ..distributed import world_size as this_world_size
 from ..errors import CheckpointError
 from .atomic import StrPath, atomic_open, load_while, plain, sum_of, write_summed
-from .manifest import MANIFEST, SHARD_SCHEMA, Shard, ShardManifest, publish, read_json, sweep
+from .manifest import LARGEST_NUMBER, MANIFEST, SHARD_SCHEMA, Shard, ShardManifest, publish, read_json, shown, sweep
 
 __all__ = ["FLAT", "load_shard", "load_sharded", "read_manifest", "reshard", "save_shard", "save_sharded"]
 
@@ -60,8 +63,9 @@ def save_sharded(per_rank_state: PerRank, dest_dir: StrPath, step: int) -> Shard
     payloads = [_payload(state, rank, step) for rank, state in enumerate(states)]
     folder = Path(dest_dir)
     names = _fresh_names(folder, len(states))
-    written = _beside_one_another(lambda rank: _write(payloads[rank], folder / names[rank]), len(states))
-    return _publish(folder, names, written, [_numel(state) for state in states], step)
+    with _removing_after(BaseException, folder, names):
+        written = _beside_one_another(lambda rank: _write(payloads[rank], folder / names[rank]), len(states))
+        return _publish(folder, names, written, [_numel(state) for state in states], step)
 
 
 def save_shard(state: Mapping[str, Any], dest_dir: StrPath, *, rank: int, world_size: int, step: int) -> ShardManifest:
@@ -84,28 +88,51 @@ def save_shard(state: Mapping[str, Any], dest_dir: StrPath, *, rank: int, world_
             f"rank={rank} of world_size={world_size}, but this process is rank {this_rank()} of {this_world_size()}; "
             "start it with torchrun or launch, or use save_sharded from one process"
         )
-    folder, error, told = Path(dest_dir), None, None
+    folder = Path(dest_dir)
     names = mains(_fresh_names(folder, world_size) if rank == 0 else None)
-    try:
-        told = (*_write(_payload(state, rank, step), folder / names[rank]), _numel(state))
-    except (OSError, ValueError) as failure:
-        error = f"{type(failure).__name__}: {failure}"
-    landed = everyones((told, error))
-    for number, (_, failed) in enumerate(landed):
+    # Only after a failure that all have heard of: where the connection is lost, rank 0 may publish yet.
+    with _removing_after(CheckpointError, folder, [names[rank]]):
+        written, error = _without_raising(lambda: _write(_payload(state, rank, step), folder / names[rank]))
+        landed = everyones((error, step, written, _numel(state) if error is None else 0))
+        for number, (failed, at, *_) in enumerate(landed):
+            if failed is not None:
+                raise CheckpointError(
+                    f"rank {number} could not write its shard into {folder} ({failed}); nothing is published"
+                )
+            if at != landed[0][1]:
+                raise CheckpointError(
+                    f"rank {number} saves step {at} and rank 0 step {landed[0][1]}; nothing is published"
+                )
+        sums, numels = [sums for *_, sums, _ in landed], [numel for *_, numel in landed]
+        manifest, failed = mains(
+            _without_raising(lambda: _publish(folder, names, sums, numels, step)) if rank == 0 else None
+        )
         if failed is not None:
-            raise CheckpointError(
-                f"rank {number} could not write its shard into {folder} ({failed}); nothing is published"
-            )
-    shards = [entry for entry, _ in landed]
-    failed = None
-    if rank == 0:
-        try:
-            _publish(folder, names, [(digest, size) for digest, size, _ in shards], [n for *_, n in shards], step)
-        except OSError as failure:
-            failed = str(failure)
-    if (failed := mains(failed)) is not None:
-        raise CheckpointError(f"rank 0 could not publish the manifest in {folder} ({failed})")
-    return read_manifest(folder, world_size)
+            raise CheckpointError(f"rank 0 could not publish the manifest in {folder} ({failed})")
+        return manifest
+
+
+def _without_raising(work: Callable[[], Any]) -> tuple[Any, str | None]:
+    """What ``work`` returns, or what it raises, as text: the other ranks wait to hear of either."""
+    try:
+        return work(), None
+    except Exception as failure:  # noqa: BLE001  raised again on every rank
+        return None, f"{type(failure).__name__}: {failure}"
+
+
+@contextlib.contextmanager
+def _removing_after(failure: type[BaseException], folder: Path, names: list[str]) -> Iterator[None]:
+    """Take back the files of a save that fails, so that they do not fill a full disk; not those that are published."""
+    try:
+        yield
+    except failure:
+        with contextlib.suppress(CheckpointError, OSError):
+            published = json.dumps(read_json(folder)) if os.path.lexists(folder / MANIFEST) else ""
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    if name not in published:
+                        os.unlink(folder / name)
+        raise
 
 
 def _in_order(per_rank_state: PerRank) -> list[Mapping[str, Any]]:
@@ -125,12 +152,38 @@ def _in_order(per_rank_state: PerRank) -> list[Mapping[str, Any]]:
 def _payload(state: Mapping[str, Any], rank: int, step: int) -> dict[str, Any]:
     if not isinstance(state, Mapping):
         raise ValueError(f"the state of rank {rank} is a {type(state).__name__}, expected a dict")
-    if type(step) is not int or step < 0:
-        raise ValueError(f"step={step!r} must be an integer of at least 0")
+    if type(step) is not int or not 0 <= step <= LARGEST_NUMBER:
+        raise ValueError(f"step={step!r} must be an integer from 0 to {LARGEST_NUMBER}")
     flat = state.get(FLAT)
-    if flat is not None and not (isinstance(flat, torch.Tensor) and flat.dim() == 1):
+    if flat is not None and not (isinstance(flat, Tensor) and flat.dim() == 1):
         raise ValueError(f"{FLAT} of rank {rank} must be a 1-D tensor; flatten it")
-    return {"schema": SHARD_SCHEMA, "rank": rank, "step": step, "state": plain(dict(state), f"state of rank {rank}")}
+    where = f"state of rank {rank}"
+    return {"schema": SHARD_SCHEMA, "rank": rank, "step": step, "state": _without_the_rest(plain(dict(state), where))}
+
+
+def _without_the_rest(state: dict[str, Any]) -> dict[str, Any]:
+    """``state`` without the memory around its tensors, which torch.save would write, too; nothing is copied.
+
+    A piece of a flat tensor (``flat.chunk(4)``) shares the memory of the whole, and each rank would save all of it.
+    """
+    used: dict[int, int] = {}
+
+    def count(tensor: Tensor) -> Tensor:
+        at = tensor.untyped_storage()._cdata
+        used[at] = used.get(at, 0) + tensor.nbytes
+        return tensor
+
+    def alone(tensor: Tensor) -> Tensor:
+        memory, size = tensor.untyped_storage(), tensor.element_size()
+        if memory.nbytes() <= used[memory._cdata]:
+            return tensor
+        span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+        begin = tensor.storage_offset() * size
+        piece = memory[begin : begin + span * size]
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(piece, 0, tensor.shape, tensor.stride())
+
+    plain(state, tensor=count)
+    return plain(state, tensor=alone)
 
 
 def _numel(state: Mapping[str, Any]) -> int:
@@ -242,6 +295,8 @@ def _check_file(shard: Shard, folder: Path) -> None:
         about = os.lstat(path)
     except FileNotFoundError:
         raise CheckpointError(f"shard file missing: {path} of rank {shard.rank}; take an older checkpoint") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} of rank {shard.rank} cannot be read: {error.strerror}") from error
     if not stat.S_ISREG(about.st_mode):
         raise CheckpointError(f"{path} of rank {shard.rank} is no regular file (a link?); it is refused unopened")
     if about.st_size != shard.size_bytes:
@@ -255,19 +310,19 @@ def _read(manifest: ShardManifest, rank: int, folder: Path) -> dict[str, Any]:
     shard = manifest.shards[rank]
     path = folder / shard.path
     payload = load_while(path, lambda: _check_sum(shard, path))
-    schema = payload.get("schema") if isinstance(payload, dict) else None
-    if schema != SHARD_SCHEMA:
-        raise CheckpointError(f"unknown schema {schema!r} in {path} of rank {rank}: not a shard of this version")
-    if (
-        payload.get("rank") != rank
-        or payload.get("step") != manifest.step
-        or not isinstance(payload.get("state"), dict)
-    ):
+    schema, *belongs, state = (
+        (payload.get(key) if isinstance(payload, dict) else None) for key in ("schema", "rank", "step", "state")
+    )
+    if not (isinstance(schema, str) and schema == SHARD_SCHEMA):
+        raise CheckpointError(f"unknown schema {shown(schema)} in {path} of rank {rank}: not a shard of this version")
+    if [type(x) for x in belongs] != [int, int] or belongs != [rank, manifest.step] or not isinstance(state, dict):
         raise CheckpointError(
-            f"{path} is the shard of rank {payload.get('rank')} at step {payload.get('step')}, expected rank {rank} at "
+            f"{path} is the shard of rank {shown(belongs[0])} at step {shown(belongs[1])}, expected rank {rank} at "
             f"step {manifest.step}; it belongs to another checkpoint"
         )
-    state = payload["state"]
+    flat = state.get(FLAT)
+    if flat is not None and not (isinstance(flat, Tensor) and flat.dim() == 1):
+        raise CheckpointError(f"{path}: {FLAT} is {shown(flat)}, expected a 1-D tensor")
     if _numel(state) != shard.param_shard_numel:
         raise CheckpointError(
             f"{path}: {FLAT} has {_numel(state)} elements, the manifest says {shard.param_shard_numel}"
@@ -330,8 +385,8 @@ def reshard(src_dir: StrPath, dest_dir: StrPath, new_world_size: int, *, drop: S
 def _cut_anew(values: list[Any], numels: list[int], count: int, where: str) -> list[Any]:
     """What each of ``count`` ranks gets of the values that the old ranks had at one place of their state."""
     first = values[0]
-    if all(isinstance(v, torch.Tensor) and v.shape == (n,) for v, n in zip(values, numels, strict=True)):
-        return [piece.clone() for piece in torch.tensor_split(torch.cat(values), count)]
+    if all(isinstance(v, Tensor) and v.shape == (n,) for v, n in zip(values, numels, strict=True)):
+        return list(torch.tensor_split(torch.cat(values), count))
     if all(isinstance(v, dict) and v.keys() == first.keys() for v in values):
         made = {key: _cut_anew([v[key] for v in values], numels, count, f"{where}[{key!r}]") for key in first}
         return [{key: pieces[rank] for key, pieces in made.items()} for rank in range(count)]
@@ -339,7 +394,7 @@ def _cut_anew(values: list[Any], numels: list[int], count: int, where: str) -> l
         parts = [_cut_anew([v[i] for v in values], numels, count, f"{where}[{i}]") for i in range(len(first))]
         return [type(first)(piece[rank] for piece in parts) for rank in range(count)]
     for rank, value in enumerate(values):
-        if not _same(first, value):
+        if not _alike(first, value):
             raise CheckpointError(
                 f"{where} differs between rank 0 and rank {rank} and is no flat shard; it cannot be cut anew. "
                 "Name its key in drop=(...) to leave it out"
@@ -347,7 +402,14 @@ def _cut_anew(values: list[Any], numels: list[int], count: int, where: str) -> l
     return [first] * count
 
 
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two leaves are equal, or two containers have the same places."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-    return type(a) is type(b) and bool(a == b or (a != a and b != b))
+    if isinstance(a, dict):
+        return a.keys() == b.keys()
+    if isinstance(a, list | tuple):
+        return len(a) == len(b)
+    return bool(a == b or (a != a and b != b))

@@ -99,8 +99,10 @@ def test_a_rank_that_cannot_write_is_told_on_every_rank_and_the_old_checkpoint_s
 
 def test_what_could_not_be_read_back_is_refused_on_every_rank_before_anything_is_written(tmp_path):
     errors = launch(work.save_what_cannot_be_read_back, 2, tmp_path / "new", 1)
-    assert errors[0] == errors[1] == "own['x'] is a object, which weights_only=True cannot read back; save plain " + (
-        "types and tensors"
+    assert (
+        errors[0]
+        == errors[1]
+        == "own['x'] is a object, which weights_only=True cannot read back; save plain " + ("types and tensors")
     )
     assert not (tmp_path / "new").exists()
 
