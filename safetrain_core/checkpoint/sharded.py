@@ -7,6 +7,7 @@ pieces, in order of rank, are the whole, and ``reshard`` cuts them anew. For FSD
 
 from __future__ import annotations
 
+import copy
 import os
 import secrets
 import stat
@@ -130,7 +131,32 @@ def _payload(state: Mapping[str, Any], rank: int, step: int) -> dict[str, Any]:
     flat = state.get(FLAT)
     if flat is not None and not (isinstance(flat, torch.Tensor) and flat.dim() == 1):
         raise ValueError(f"{FLAT} of rank {rank} must be a 1-D tensor; flatten it")
-    return {"schema": SHARD_SCHEMA, "rank": rank, "step": step, "state": plain(dict(state), f"state of rank {rank}")}
+    plain_state = _without_the_rest(plain(dict(state), f"state of rank {rank}"))
+    return {"schema": SHARD_SCHEMA, "rank": rank, "step": step, "state": plain_state}
+
+
+def _without_the_rest(value: Any) -> Any:
+    """The same values without the rest of their storages: ``torch.save`` writes the whole storage behind a view.
+
+    A shard is often a piece of a larger flat tensor, and each rank's file would hold all of that. A piece that is
+    contiguous is not copied.
+    """
+    if isinstance(value, dict):
+        made = copy.copy(value)  # with what a module's state_dict says of its versions
+        made.update((key, _without_the_rest(item)) for key, item in value.items())
+        return made
+    if isinstance(value, list | tuple):
+        return type(value)(map(_without_the_rest, value))
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+        return value
+    storage, size = value.untyped_storage(), value.numel() * value.element_size()
+    if storage.nbytes() <= size:
+        return value
+    if not value.is_contiguous() or value.is_conj() or value.is_neg():
+        return value.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    begin = value.storage_offset() * value.element_size()
+    piece = torch.empty(0, dtype=value.dtype, device=value.device)
+    return piece.set_(storage[begin : begin + size], 0, value.shape)  # type: ignore[call-overload]
 
 
 def _numel(state: Mapping[str, Any]) -> int:
