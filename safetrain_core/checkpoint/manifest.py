@@ -318,7 +318,7 @@ def rotate_checkpoints(parent_dir: StrPath, keep_last: int = 5) -> list[str]:
     parent = Path(parent_dir)
     whole = all_checkpoints(parent)
     newest = step_of(whole[-1]) if whole else -1
-    gone = whole[: len(whole) - keep_last]
+    gone = whole[: max(0, len(whole) - keep_last)]
     cut = [
         f
         for f in _step_folders(parent)

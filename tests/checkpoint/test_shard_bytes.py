@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from safetrain_core import CHECKPOINT_STEP, load_sharded, save_shard, save_sharded
+from safetrain_core import CHECKPOINT_STEP, load_sharded, reshard, rotate_checkpoints, save_shard, save_sharded
 
 NUM = 100_000
 
@@ -78,3 +78,42 @@ def test_tied_weights_and_the_versions_of_a_state_dict_stay(tmp_path: Path) -> N
     assert state["model"]["0.weight"].data_ptr() == state["model"]["2.weight"].data_ptr()
     assert state["model"]._metadata == model.state_dict()._metadata
     assert bytes_of_files(tmp_path)[0] < 1.5 * 4 * 2500
+
+
+def adam_states() -> list[dict[str, Any]]:
+    states = []
+    for rank in range(4):
+        shard = nn.Parameter(torch.arange(100.0) + rank)
+        adam = torch.optim.AdamW([shard])
+        shard.grad = torch.ones(100)
+        adam.step()
+        states.append({"param_shard": shard.detach(), "optimizer": adam.state_dict(), "step": 3})
+    return states
+
+
+def sums(folder: Path) -> list[str]:
+    return [shard.sha256 for shard in load_sharded(folder, 4)[0].shards]
+
+
+def test_what_was_loaded_and_saved_again_is_the_same_file(tmp_path: Path) -> None:
+    again = saved(adam_states(), tmp_path / "first")
+    saved(again, tmp_path / "second")
+    assert sums(tmp_path / "first") == sums(tmp_path / "second")
+
+
+def test_resharded_there_and_back_every_file_is_the_same(tmp_path: Path) -> None:
+    saved(adam_states(), tmp_path / "four")
+    for ranks in (2, 3, 8):
+        reshard(tmp_path / "four", tmp_path / f"to {ranks}", ranks)
+        reshard(tmp_path / f"to {ranks}", tmp_path / f"from {ranks}", 4)
+        assert sums(tmp_path / f"from {ranks}") == sums(tmp_path / "four")
+
+
+@pytest.mark.parametrize("keep_last", [0, 1, 2, 3, 5, 7])
+def test_rotation_after_each_of_eight_saves_keeps_as_many_as_it_may(keep_last: int, tmp_path: Path) -> None:
+    for step in range(1, 9):
+        save_sharded([{"param_shard": torch.ones(1)}], tmp_path / f"step_{step}", step)
+        gone = rotate_checkpoints(tmp_path, keep_last)
+        assert gone == ([f"step_{step - keep_last}"] if step > keep_last else [])
+        left = [f"step_{n}" for n in range(max(1, step - keep_last + 1), step + 1)]
+        assert sorted(path.name for path in tmp_path.iterdir()) == left
