@@ -15,6 +15,7 @@ import os
 import pathlib
 import secrets
 import stat
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -301,6 +302,8 @@ def plain(value: Any, where: str = "payload") -> Any:
     ValueError: payload['args'] is a object, which weights_only=True cannot read back; save plain types and tensors
     """
     kind = type(value)
+    if kind is str:
+        return sys.intern(value)  # a pickle tells one object from two equal ones: the same payload, the same bytes
     if kind in READABLE or kind in (torch.Tensor, torch.nn.Parameter):
         return value
     if isinstance(value, np.generic):
