@@ -15,6 +15,7 @@ import os
 import pathlib
 import secrets
 import stat
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -306,6 +307,8 @@ def plain(
     ValueError: payload['args'] is a object, which weights_only=True cannot read back; save plain types and tensors
     """
     kind = type(value)
+    if kind is str:
+        return sys.intern(value)  # a pickle tells one object from two equal ones: the same payload, the same bytes
     if kind in READABLE:
         return value
     if kind in (torch.Tensor, torch.nn.Parameter):

@@ -25,6 +25,7 @@ from ..errors import CheckpointError
 from .atomic import StrPath, atomic_write_bytes, sync_folder
 
 __all__ = [
+    "CHECKPOINT_STEP",
     "MANIFEST",
     "Shard",
     "ShardManifest",
@@ -35,6 +36,9 @@ __all__ = [
 ]
 
 MANIFEST = "manifest.json"
+
+#: The step at which the lessons' sharded runs save, and from which their second halves resume.
+CHECKPOINT_STEP = 10
 
 #: Of flat shards. A schema starts with ``ckpt``, as that of a one-file checkpoint does.
 SHARD_SCHEMA = "ckpt.shards.v1"
@@ -333,7 +337,7 @@ def rotate_checkpoints(parent_dir: StrPath, keep_last: int = 5) -> list[str]:
     if keep_last < 0:
         raise ValueError(f"keep_last={keep_last} must be at least 0")
     whole = all_checkpoints(parent_dir)
-    gone = sorted([*whole[: len(whole) - keep_last], *cut_saves(parent_dir)], key=step_of)
+    gone = sorted([*whole[: max(0, len(whole) - keep_last)], *cut_saves(parent_dir)], key=step_of)
     for folder in gone:
         remove_checkpoint(folder)
     return [folder.name for folder in gone]
