@@ -69,12 +69,9 @@ class DcpManifest:
     @classmethod
     def from_json(cls, told: Any, where: StrPath) -> DcpManifest:
         """The manifest that ``told`` holds, or ``CheckpointError`` with what is wrong in it."""
-        fields = checked_fields(told, ("world_size", "step", "wall_clock_seconds", "part", "files", "ranks"), where)
-        if fields["schema"] != DCP_SCHEMA:
-            raise CheckpointError(
-                f"unknown schema {fields['schema'][:40]!r} in {where}: expected {DCP_SCHEMA}; for flat shards "
-                "see load_sharded"
-            )
+        fields = checked_fields(
+            told, DCP_SCHEMA, ("world_size", "step", "wall_clock_seconds", "part", "files", "ranks"), where
+        )
         part = fields["part"]
         if not isinstance(part, str) or not PART_FOLDER.fullmatch(part):
             raise CheckpointError(

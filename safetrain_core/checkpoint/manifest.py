@@ -101,11 +101,7 @@ class ShardManifest:
     @classmethod
     def from_json(cls, told: Any, where: StrPath) -> ShardManifest:
         """The manifest that ``told`` holds, or ``CheckpointError`` with what is wrong in it."""
-        fields = checked_fields(told, ("world_size", "step", "shards", "wall_clock_seconds"), where)
-        if fields["schema"] != SHARD_SCHEMA:
-            raise CheckpointError(
-                f"unknown schema {shown(fields['schema'])} in {where}: expected {SHARD_SCHEMA}; another kind of folder"
-            )
+        fields = checked_fields(told, SHARD_SCHEMA, ("world_size", "step", "shards", "wall_clock_seconds"), where)
         world_size, step = (
             count(fields["world_size"], "world_size", where, least=1),
             count(fields["step"], "step", where),
@@ -196,13 +192,15 @@ def shown(value: Any) -> str:
     return text if len(text) <= 42 else text[:39] + "..."
 
 
-def checked_fields(told: Any, names: tuple[str, ...], where: StrPath) -> dict[str, Any]:
-    """``told`` as a dict with exactly ``names`` and a ``schema`` that starts with ckpt."""
+def checked_fields(told: Any, expected: str, names: tuple[str, ...], where: StrPath) -> dict[str, Any]:
+    """``told`` as a dict with exactly ``names``, and ``expected`` as its ``schema``."""
     if not isinstance(told, dict):
         raise CheckpointError(f"{where} holds a {type(told).__name__}, expected an object; it is no manifest")
     schema = told.get("schema")
     if not isinstance(schema, str) or not schema.startswith("ckpt"):
         raise CheckpointError(f"unknown schema {shown(schema)} in {where}: not a safetrain checkpoint")
+    if schema != expected:
+        raise CheckpointError(f"unknown schema {shown(schema)} in {where}: expected {expected}, another kind of folder")
     missing, more = set(names) - told.keys(), told.keys() - {*names, "schema"}
     if missing or more:
         what = f"lacks {min(missing)}" if missing else f"has an unknown {shown(min(more))}"

@@ -71,7 +71,7 @@ def save_where_one_cannot_write(folder, which):
 
 
 def save_what_cannot_be_read_back(folder, which):
-    model, adam = built(2)
+    model, _ = built(2)
     try:
         save_dcp({"model": model.state_dict()}, folder, step=20, own={"x": object() if rank() == which else 0})
     except ValueError as error:

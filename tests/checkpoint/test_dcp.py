@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from safetrain_core import CheckpointError, launch, load_dcp, save_dcp
+from safetrain_core import CheckpointError, launch, load_dcp, load_sharded, save_dcp, save_sharded
 from safetrain_core.checkpoint import inspection
 from safetrain_core.checkpoint.dcp import DcpReader
 from safetrain_core.checkpoint.dcp_files import DcpManifest, verify_dcp
@@ -129,9 +129,8 @@ def test_an_index_that_runs_code_is_refused_and_nothing_runs(copy, tmp_path, mon
     with pytest.raises(CheckpointError, match=r"cannot be read without running code .*mkdir"):
         DcpReader(copy)
     assert not (tmp_path / "ran").exists()
-    with pytest.raises(FileExistsError):  # the trap is one
-        os.mkdir(tmp_path / "ran")
-        pickle.loads(index.read_bytes())
+    pickle.loads(index.read_bytes())
+    assert (tmp_path / "ran").exists(), "the trap is one"
 
 
 @pytest.mark.parametrize("name", ["builtins.eval", "torch.load", "torch.distributed.checkpoint.metadata.os.system"])
@@ -151,7 +150,7 @@ def test_an_index_that_points_out_of_the_folder_is_refused(copy):
         info.relative_path = "../../elsewhere.distcp"
     index.write_bytes(pickle.dumps(told))
     resum(copy, index)
-    with pytest.raises(CheckpointError, match="points at '../../elsewhere.distcp'"):
+    with pytest.raises(CheckpointError, match=r"points at '\.\./\.\./elsewhere\.distcp'"):
         DcpReader(copy)
 
 
@@ -164,8 +163,6 @@ def test_links_are_refused_unopened(copy, tmp_path):
 
 
 def test_flat_shards_and_dcp_are_told_apart(saved, tmp_path):
-    from safetrain_core import load_sharded, save_sharded
-
     with pytest.raises(CheckpointError, match=r"unknown schema 'ckpt\.dcp\.v1'"):
         load_sharded(saved[0], 2)
     save_sharded([{"a": 1}], tmp_path, step=1)
@@ -197,7 +194,6 @@ def test_a_manifest_with_anything_in_any_place_is_read_or_refused_by_name(saved,
     parent[keys[-1]] = data.draw(JSON)
     try:
         read = DcpManifest.from_json(told, "manifest.json")
-    except CheckpointError as error:
-        assert str(error)
-    else:  # a value that is as good
-        assert read.world_size == json.loads(kept)["world_size"]
+    except CheckpointError:
+        return
+    assert read.world_size == json.loads(kept)["world_size"], "what is read is as good as what was there"
