@@ -209,16 +209,18 @@ def _torchrun() -> bool:
 
 def _verify(path: Path) -> int:
     """Print a line per checkpoint; 1 where one is not whole."""
-    from .checkpoint.inspection import checkpoints_in, inspect
+    from .checkpoint.inspection import checkpoints_in, inspect, unfinished_in
 
     if not path.exists():
         raise ValueError(f"{path} does not exist; name a checkpoint or a folder with some")
     files = checkpoints_in(path)
-    if not files:
+    if not files and not unfinished_in(path):
         raise ValueError(f"{path} holds no checkpoint (*.pt, or folders step_*); name another folder")
     whole = True
     for file in files:
         about, sound = inspect(file)
         whole &= sound
         print(f"{'whole ' if sound else 'BROKEN'} {file}: {about}")
+    for folder in unfinished_in(path):
+        print(f"cut    {folder}: a save that was never finished; it is no checkpoint, and nothing else is lost")
     return 0 if whole else 1

@@ -13,7 +13,7 @@ from .dcp_files import DCP_SCHEMA, DcpManifest, verify_dcp
 from .manifest import FOLDER_NAME, MANIFEST, ShardManifest, read_json
 from .sharded import verify_sharded
 
-__all__ = ["checkpoints_in", "inspect"]
+__all__ = ["checkpoints_in", "inspect", "unfinished_in"]
 
 
 def inspect(path: StrPath) -> tuple[str, bool]:
@@ -61,8 +61,19 @@ def checkpoints_in(path: Path) -> list[Path]:
     >>> checkpoints_in(Path("a.pt"))
     [PosixPath('a.pt')]
     """
-    if not path.is_dir() or (path / MANIFEST).exists():
+    if not path.is_dir() or (path / MANIFEST).exists() or FOLDER_NAME.fullmatch(path.name):
         return [path]
-    return sorted(
-        [*path.glob("*.pt"), *(p for p in path.glob("step_*") if p.is_dir() and FOLDER_NAME.fullmatch(p.name))]
-    )
+    return sorted([*path.glob("*.pt"), *(folder for folder in _step_folders(path) if (folder / MANIFEST).exists())])
+
+
+def unfinished_in(path: Path) -> list[Path]:
+    """Folders of saves that were cut before their manifest was there: they never were checkpoints.
+
+    >>> unfinished_in(Path("a.pt"))
+    []
+    """
+    return [folder for folder in _step_folders(path) if not (folder / MANIFEST).exists()]
+
+
+def _step_folders(path: Path) -> list[Path]:
+    return sorted(folder for folder in path.glob("step_*") if folder.is_dir() and FOLDER_NAME.fullmatch(folder.name))

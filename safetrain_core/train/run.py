@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from ..distributed import everyones, is_main, process_group
 from ..errors import RankFailed, SafeTrainError
 from ..launcher import launch
@@ -22,6 +24,8 @@ Everywhere = Callable[..., list[Any]]
 def run_everywhere(job: Job, ranks: int, *, under_torchrun: bool = False) -> int:
     """Run ``job``, print its summary, prove its resume where that was asked for; the exit status."""
     backend = "nccl" if job.device.startswith("cuda") else "gloo"
+    if backend == "nccl" and not torch.cuda.is_available():
+        raise ValueError(f"--device {job.device} is not available (torch sees no CUDA here); use --device cpu")
     if under_torchrun:
         with process_group(backend):
             return _run(job, lambda work, *args: everyones(work(*args)))
