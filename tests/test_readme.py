@@ -23,7 +23,7 @@ def test_the_python_snippets_run_in_order_and_print_what_they_say(tmp_path):
 
 def test_the_commands_of_the_command_line_section_are_accepted(tmp_path):
     commands = re.findall(r"^safetrain (train .*?)(?:  +#.*)?$", README, flags=re.MULTILINE)
-    assert len(commands) == 4
+    assert len(commands) == 5
     (tmp_path / "my.txt").write_text("some text " * 200)
     (tmp_path / "run.yaml").write_text("batch_size: 4\n")
     for command in commands:

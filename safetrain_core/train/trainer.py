@@ -150,8 +150,9 @@ class SafeTrainer:
             except TrainingFailed:
                 raise
             except Exception:  # a hook's, the loader's, the model's: keep what was reached, and raise that one
-                with contextlib.suppress(Exception):
-                    self._save_what_stands()
+                if world_size() == 1:  # a rank alone cannot save: it would wait for the others, which wait for it
+                    with contextlib.suppress(Exception):
+                        self._save_what_stands()
                 raise
             result.signal = self._stop.received
         result.status = "completed" if result.signal is None else "interrupted"

@@ -105,6 +105,14 @@ def run_with_poison(folder, where, step, **options):
     return run(folder, fault=fault, **options)
 
 
+def run_with_exception(folder, where, step):
+    def fault(now, model):
+        if now == step and rank() == where:
+            raise LookupError(f"no such sample at step {step}")
+
+    return run(folder, fault=fault)
+
+
 def run_until_it_fails(folder):
     def fault(now, model):
         if now == 3 and rank() == 1:

@@ -4,12 +4,13 @@ import functools
 import json
 import math
 import shutil
+import time
 
 import pytest
 import run_workers as work
 import torch
 
-from safetrain_core import CheckpointError, MiniGPT, SafeTrainer, TrainConfig, launch
+from safetrain_core import CheckpointError, MiniGPT, RankFailed, SafeTrainer, TrainConfig, launch
 from safetrain_core.checkpoint.dcp import DcpReader
 
 
@@ -106,6 +107,16 @@ def test_retries_used_up_stop_every_rank_with_the_newest_good_checkpoint(tmp_pat
     reports = on(2, work.run_until_it_fails, tmp_path)
     assert reports[0] == reports[1]
     assert reports[0][:3] == ("TrainingFailed", "non_finite_loss", 5)
+
+
+def test_an_exception_on_one_rank_ends_all_at_once_with_that_error_and_whole_checkpoints(tmp_path):
+    begun = time.monotonic()
+    with pytest.raises(RankFailed, match=r"rank 1 raised LookupError: .no such sample at step 7") as fall:
+        on(2, work.run_with_exception, tmp_path, 1, 7)
+    assert time.monotonic() - begun < 30, "well within the bound of 60 s"
+    assert fall.value.rank == 1
+    assert folders(tmp_path) == ["step_00000004"]
+    assert norm_of(tmp_path / "step_00000004") > 0
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
