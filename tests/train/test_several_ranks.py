@@ -111,7 +111,7 @@ def test_retries_used_up_stop_every_rank_with_the_newest_good_checkpoint(tmp_pat
 
 def test_an_exception_on_one_rank_ends_all_at_once_with_that_error_and_whole_checkpoints(tmp_path):
     begun = time.monotonic()
-    with pytest.raises(RankFailed, match=r"rank 1 raised LookupError: .no such sample at step 7") as fall:
+    with pytest.raises(RankFailed, match=r"rank 1 raised LookupError: no such sample at step 7") as fall:
         on(2, work.run_with_exception, tmp_path, 1, 7)
     assert time.monotonic() - begun < 30, "well within the bound of 60 s"
     assert fall.value.rank == 1
