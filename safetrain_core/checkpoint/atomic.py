@@ -55,7 +55,7 @@ def atomic_open(path: StrPath) -> Iterator[IO[bytes]]:
     []
     """
     target = pathlib.Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
     try:
         with open(temporary, "xb") as file:
@@ -68,6 +68,14 @@ def atomic_open(path: StrPath) -> Iterator[IO[bytes]]:
             os.unlink(temporary)
         raise
     sync_folder(target.parent)
+
+
+def make_folder(folder: pathlib.Path) -> None:
+    """Make ``folder`` and those above it where they are not there, durably: else a crash may lose all that is in it."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        sync_folder(path.parent)
 
 
 def sync_folder(folder: StrPath) -> None:

@@ -241,6 +241,8 @@ def checked_sha256(value: Any, whose: str, where: StrPath) -> str:
 
 def publish(told: dict[str, Any], folder: Path) -> None:
     """Make ``told`` the manifest of ``folder``, by one rename, durably."""
+    with contextlib.suppress(PermissionError):  # the folder may have been made, and not synced, by somebody else
+        sync_folder(folder.parent)
     atomic_write_bytes((json.dumps(told, indent=1, allow_nan=False) + "\n").encode(), folder / MANIFEST)
 
 

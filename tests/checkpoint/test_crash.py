@@ -44,6 +44,7 @@ def test_first_save(tmp_path, monkeypatch, record_property):
             newest(d) in (None, 1) and (loaded(d / "step_00000001.pt") == 1 or not (d / "step_00000001.pt").exists())
         ),
         tmp_path / "scratch",
+        ended=lambda d: newest(d) == 1,
     )
     report("first save", tried, failed)
 
@@ -58,6 +59,7 @@ def test_overwrite(tmp_path, monkeypatch):
         lambda _: atomic_save(payload(2), folder / "last.pt"),
         lambda d: loaded(d / "last.pt") in (1, 2),
         tmp_path / "scratch",
+        ended=lambda d: loaded(d / "last.pt") == 2,
     )
     report("overwrite", tried, failed)
 
@@ -73,7 +75,12 @@ def test_rolling_save_with_rotation(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     kept = rolling(folder, 3, keep_last=2, keep_best=0)
     tried, failed = survives(
-        folder, monkeypatch, lambda _: kept.save(payload(4), 4), lambda d: newest(d) in (3, 4), tmp_path / "scratch"
+        folder,
+        monkeypatch,
+        lambda _: kept.save(payload(4), 4),
+        lambda d: newest(d) in (3, 4),
+        tmp_path / "scratch",
+        ended=lambda d: newest(d) == 4,
     )
     report("rolling save with rotation", tried, failed)
 
@@ -96,6 +103,19 @@ def report(what, tried, failed):
     print(f"{what}: {tried} states tried, {tried - failed} survived")
     assert tried >= 30
     assert failed == 0
+
+
+def test_a_save_that_makes_its_folder_makes_it_durably(tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    tried, failed = survives(
+        tmp_path / "runs",
+        monkeypatch,
+        lambda _: atomic_save(payload(1), tmp_path / "runs" / "a" / "b" / "last.pt"),
+        lambda d: loaded(d / "a" / "b" / "last.pt") == 1 or not (d / "a" / "b" / "last.pt").exists(),
+        tmp_path / "scratch",
+        ended=lambda d: loaded(d / "a" / "b" / "last.pt") == 1,
+    )
+    report("first save into a new folder", tried, failed)
 
 
 def test_the_same_test_fails_on_a_naive_save(tmp_path, monkeypatch):
