@@ -42,15 +42,18 @@ CUT = 1024
 
 
 def said(error: BaseException | str) -> str:
-    """An error's text, with file and folder names in place of whole paths, and digits of sums and nonces left out.
+    """An error's text: names in place of whole paths, no digits of sums and nonces, sizes marked as measured.
 
     >>> said(ValueError("/some/where/rank0.bin is torn"))
     'rank0.bin is torn'
     >>> said("rank1.0123456789ab.bin has 0123456789ab...")
     'rank1.<nonce>.bin has <sum>...'
+    >>> said("a.bin has 9 bytes of 10")
+    'a.bin has ~9 bytes of ~10'
     """
     text = re.sub(r"(?<![\w.])/\S*/(?=[^/\s]+)", "", str(error))
     text = re.sub(r"(?<=rank\d)\.[0-9a-f]{12}(?=\.bin)", ".<nonce>", text)
+    text = re.sub(r"has (\d+) bytes of (\d+)", r"has ~\1 bytes of ~\2", text)
     return re.sub(r"\b[0-9a-f]{12}(?=\.\.\.)", "<sum>", text)
 
 
