@@ -174,12 +174,12 @@ show(
 #
 # | | You see | Because | Fix | Broken and fixed in |
 # |---|---|---|---|---|
-# | 9 | `world_size mismatch` | saved on another number of ranks than it is loaded on | load on the same number, or reshard on purpose | lesson 04 (coming) |
-# | 10 | `sha256 mismatch on rank` | the save was cut off, and part of a shard is missing | write to a temporary file, fsync, rename | lesson 04 (coming) |
-# | 11 | `shard file missing` | the manifest lists more shards than the folder holds | look for each listed file before reading any | lesson 04 (coming) |
-# | 12 | `unknown schema` | the payload's schema name does not begin with ckpt | migrate older layouts by their schema name | [lesson 03](03_checkpoint_resume.ipynb) |
-# | 13 | A resume looks well, and a hundred steps later the loss is NaN | a shard is incomplete, but the manifest beside it says nothing of that | atomic writes, and a checksum for each shard on load | [lesson 03](03_checkpoint_resume.ipynb), lesson 04 (coming) |
-# | 14 | The disk is full in the middle of the run | each save added a checkpoint and none was ever removed | keep the last few with `rotate_checkpoints` | [lesson 03](03_checkpoint_resume.ipynb), lesson 04 (coming) |
+# | 9 | `world_size mismatch` | saved on another number of ranks than it is loaded on | load on the same number, or reshard on purpose | [lesson 04](04_sharded_resume.ipynb) |
+# | 10 | `sha256 mismatch on rank` | the save was cut off, and part of a shard is missing | write to a temporary file, fsync, rename | [lesson 04](04_sharded_resume.ipynb) |
+# | 11 | `shard file missing` | the manifest lists more shards than the folder holds | look for each listed file before reading any | [lesson 04](04_sharded_resume.ipynb) |
+# | 12 | `unknown schema` | the payload's schema name does not begin with ckpt | migrate older layouts by their schema name | [lesson 03](03_checkpoint_resume.ipynb), [lesson 04](04_sharded_resume.ipynb) |
+# | 13 | A resume looks well, and a hundred steps later the loss is NaN | a shard is incomplete, but the manifest beside it says nothing of that | atomic writes, and a checksum for each shard on load | [lesson 03](03_checkpoint_resume.ipynb), [lesson 04](04_sharded_resume.ipynb) |
+# | 14 | The disk is full in the middle of the run | each save added a checkpoint and none was ever removed | keep the last few with `rotate_checkpoints` | [lesson 03](03_checkpoint_resume.ipynb), [lesson 04](04_sharded_resume.ipynb) |
 #
 # <!-- /loading -->
 
@@ -196,7 +196,7 @@ show(
 # | 01 | [Clipping and mixed precision](01_clipping_amp.ipynb) | How does one bad step end a run, and what stops it? | 35 |
 # | 02 | [Gradient accumulation](02_accumulation.ipynb) | When do K small batches equal a large one? | 30 |
 # | 03 | [Checkpoint and resume](03_checkpoint_resume.ipynb) | Is the resumed run the same run? | 30 |
-# | 04 | Sharded checkpoints (coming) | Which of many files can you trust after a crash? | 30 |
+# | 04 | [Sharded checkpoints](04_sharded_resume.ipynb) | Which of many files can you trust after a crash? | 30 |
 # | 05 | Gradient checkpointing (coming) | What does memory cost in recomputation? | 30 |
 # | 06 | Thermal guard (coming) | What should training do when the device runs hot? | 25 |
 # | 07 | Low-rank gradients (coming) | How small can optimizer state get? | 30 |

@@ -28,7 +28,7 @@
 #
 # <!-- nav -->
 #
-# Previous: [Gradient accumulation](02_accumulation.ipynb) · Next: Sharded checkpoints (coming)
+# Previous: [Gradient accumulation](02_accumulation.ipynb) · Next: [Sharded checkpoints](04_sharded_resume.ipynb)
 #
 # <!-- /nav -->
 #

@@ -170,7 +170,8 @@ LOADING = (
         "`unknown schema`",
         "the payload's schema name does not begin with ckpt",
         "migrate older layouts by their schema name",
-        "03_checkpoint_resume",
+        "04_sharded_resume",
+        also="03_checkpoint_resume",
     ),
     Symptom(
         "A resume looks well, and a hundred steps later the loss is NaN",
