@@ -136,7 +136,7 @@ def _sync_and_sum(part: Path) -> list[SummedFile]:
     """This rank's share of DCP's files, made durable, and summed out of the page cache."""
     made = []
     for name in sorted(os.listdir(part))[rank() :: world_size()]:
-        with open(part / name, "r+b") as file:
+        with open(part / name, "r+b" if os.name == "nt" else "rb") as file:
             os.fsync(file.fileno())
             size = os.fstat(file.fileno()).st_size
             made.append(SummedFile(name, sum_of(file, size), size))

@@ -69,6 +69,8 @@ class Recorder:
             file = self._real_open(target, mode, *args, **kwargs)
             if path is None or not set(mode) & set("wxa+"):
                 self._paths.pop(file.fileno(), None)
+                if path is not None:  # what is open for reading can be synced, too
+                    self._paths[file.fileno()] = path
                 return file
             assert set(mode) & set("wx"), f"{path} is opened with {mode}, which is not followed"
             self._paths[file.fileno()] = path
