@@ -22,7 +22,10 @@ if TYPE_CHECKING:
     from .errors import CheckpointError, SafeTrainError, ThermalAbort, TrainingFailed
     from .minigpt import MiniGPT, MiniGPTConfig, next_token_loss
     from .optim.build import build_optimizer
+    from .optim.galore import GaLore
+    from .optim.projection import find_basis, projection_error
     from .optim.schedule import make_schedule
+    from .optim.state_bytes import optimizer_state_bytes, predict_state_bytes
     from .records import SKIP_REASONS, SkipLog, StepLog, TrainState, rolling_skip_rate
     from .step.accumulate import (
         effective_batch_size,
@@ -47,6 +50,7 @@ _HOME = {
     "Corpus": "corpus",
     "DEFAULT_MAX_NORM": "step.gradients",
     "FitResult": "train.result",
+    "GaLore": "optim.galore",
     "MiniGPT": "minigpt",
     "MiniGPTConfig": "minigpt",
     "SKIP_REASONS": "records",
@@ -63,12 +67,16 @@ _HOME = {
     "capture_rng_state": "checkpoint.rng",
     "clip_global_l2_norm": "step.gradients",
     "effective_batch_size": "step.accumulate",
+    "find_basis": "optim.projection",
     "has_non_finite_grad": "step.gradients",
     "load_checkpoint": "checkpoint.single",
     "loss_scaled_for_accum": "step.accumulate",
     "make_schedule": "optim.schedule",
     "next_token_loss": "minigpt",
     "no_sync_context": "step.accumulate",
+    "optimizer_state_bytes": "optim.state_bytes",
+    "predict_state_bytes": "optim.state_bytes",
+    "projection_error": "optim.projection",
     "restore_rng_state": "checkpoint.rng",
     "rolling_skip_rate": "records",
     "save_checkpoint": "checkpoint.single",
