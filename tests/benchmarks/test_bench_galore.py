@@ -14,6 +14,15 @@ COUNT, SHAPE, RANK = 8, (512, 1024), 64
 galore_torch = pytest.importorskip("galore_torch", reason="galore-torch is not installed; pip install -e '.[peers]'")
 
 
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """On a busy machine several threads measure its scheduler: with two, the same two SVDs gave 0.48 to 1.2."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def weights():
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(SHAPE, generator=generator)) for _ in range(COUNT)]

@@ -133,6 +133,19 @@ def test_a_checkpoint_of_another_rank_or_optimizer_is_refused_and_nothing_is_cha
     assert same(everything(there), before)
 
 
+def test_loading_a_state_from_before_the_first_update_forgets_all_moments():
+    params = weights((8, 12), (5,))
+    optimizer = GaLore(params, adamw, rank=3)
+    start = copy.deepcopy(optimizer.state_dict())
+    train(params, optimizer, 3)
+    optimizer.load_state_dict(start)
+    twin = weights((8, 12), (5,))
+    for weight, value in zip(twin, params, strict=True):
+        weight.data.copy_(value)
+    assert same(train(params, optimizer, 2), train(twin, GaLore(twin, adamw, rank=3), 2))
+    assert optimizer.state[params[1]]["step"] == 2
+
+
 def test_a_state_without_galore_or_with_other_weights_projected_is_refused():
     params = weights((8, 12), (12, 40))
     plain = adamw(params)
