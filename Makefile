@@ -13,7 +13,7 @@ LESSONS := $(sort $(wildcard lessons/[0-9]*.py))
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab lessons test check format lint types notebooks bench pins readme clean
+.PHONY: help setup lab lessons test check format lint types notebooks bench peers pins readme clean
 
 help:  ## list the commands
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,9 @@ notebooks: $(READY)  ## rebuild the notebooks from the scripts and run them
 
 bench: $(READY)  ## the measured claims
 	$(BIN)/python -m pytest -q -s tests/benchmarks $(PYTEST_ARGS)
+
+peers: $(READY)  ## install the libraries that bench compares with (large)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt -e '.[peers]'
 
 pins: $(READY)  ## rewrite constraints.txt from what is installed
 	$(BIN)/python tests/update_pins.py

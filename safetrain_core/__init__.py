@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from .launcher import launch
     from .minigpt import MiniGPT, MiniGPTConfig, next_token_loss
     from .optim.build import build_optimizer
+    from .optim.galore import GaLore
+    from .optim.projection import find_basis, projection_error
     from .optim.schedule import make_schedule
+    from .optim.state_bytes import optimizer_state_bytes, predict_state_bytes
     from .records import SKIP_REASONS, SkipLog, StepLog, TrainState, rolling_skip_rate
     from .step.accumulate import (
         effective_batch_size,
@@ -53,6 +56,7 @@ _HOME = {
     "Corpus": "corpus",
     "DEFAULT_MAX_NORM": "step.clip",
     "FitResult": "train.result",
+    "GaLore": "optim.galore",
     "MiniGPT": "minigpt",
     "MiniGPTConfig": "minigpt",
     "RankFailed": "errors",
@@ -72,6 +76,7 @@ _HOME = {
     "capture_rng_state": "checkpoint.rng",
     "clip_global_l2_norm": "step.clip",
     "effective_batch_size": "step.accumulate",
+    "find_basis": "optim.projection",
     "has_non_finite_grad": "step.clip",
     "is_main": "distributed",
     "launch": "launcher",
@@ -83,6 +88,9 @@ _HOME = {
     "make_schedule": "optim.schedule",
     "next_token_loss": "minigpt",
     "no_sync_context": "step.accumulate",
+    "optimizer_state_bytes": "optim.state_bytes",
+    "predict_state_bytes": "optim.state_bytes",
+    "projection_error": "optim.projection",
     "reshard": "checkpoint.sharded",
     "restore_rng_state": "checkpoint.rng",
     "rolling_skip_rate": "records",

@@ -29,7 +29,7 @@ NotNegative = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Celsius = Annotated[float, Field(ge=0, le=120)]
 
-OptimizerClass = Literal["adamw", "adam", "sgd_momentum", "adafactor", "muon", "lion"]
+OptimizerClass = Literal["adamw", "adam", "sgd_momentum", "adafactor", "muon", "lion", "apollo"]
 SchedulerType = Literal["cosine", "constant", "linear_warmup_then_constant"]
 RecomputePolicy = Literal["none", "full", "every_k", "sqrt", "selective", "selective_ops", "offload"]
 

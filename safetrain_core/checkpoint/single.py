@@ -257,6 +257,12 @@ def _check_optimizer(saved: dict[str, Any], path: StrPath, optimizer: torch.opti
     here = [len(group["params"]) for group in optimizer.param_groups]
     if there != here:
         raise CheckpointError(f"{path} does not fit the optimizer: its groups hold {there} weights, here {here}")
+    refuse_state = getattr(optimizer, "refuse_state", None)  # GaLore's own look, for example
+    if refuse_state is not None:
+        try:
+            refuse_state(saved)
+        except ValueError as error:
+            raise CheckpointError(f"{path} does not fit the optimizer: {error}") from error
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [n for group in saved["param_groups"] for n in group["params"]]
     for number, weight in zip(numbers, weights, strict=True):

@@ -38,6 +38,8 @@ SAME_RUN = (
     "nan_check_interval",
     "loss_jump_factor",
     "loss_jump_window",
+    "galore_update_interval",
+    "galore_scale",
     "seed",
 )
 

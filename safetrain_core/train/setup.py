@@ -31,17 +31,16 @@ NOT_YET = (
     "nvml_device_index",
     "gpu_temp_guard",
     "switch_on_thermal",
-    "use_galore",
 )
 
 
 def refuse_what_is_not_there_yet(config: TrainConfig) -> None:
     """``ValueError`` when the config asks for a part that this version lacks.
 
-    >>> refuse_what_is_not_there_yet(TrainConfig(use_galore=True))
+    >>> refuse_what_is_not_there_yet(TrainConfig(gpu_temp_guard=True))
     Traceback (most recent call last):
     ...
-    ValueError: use_galore=true is not available in this version; leave it at false
+    ValueError: gpu_temp_guard=true is not available in this version; leave it at false
     """
     for name in NOT_YET:
         asked, default = getattr(config, name), TrainConfig.model_fields[name].default
@@ -79,7 +78,16 @@ def amp_from_config(
     lr = config.learning_rate
     if config.scale_lr_with_batch:
         lr = scale_lr_with_batch(lr, config.gradient_accumulation_steps, world_size())
-    optimizer = build_optimizer(model, config.optimizer_class, lr=lr, weight_decay=config.weight_decay)
+    optimizer = build_optimizer(
+        model,
+        config.optimizer_class,
+        lr=lr,
+        weight_decay=config.weight_decay,
+        galore_rank=config.galore_rank if config.use_galore else None,
+        galore_update_interval=config.galore_update_interval,
+        galore_scale=config.galore_scale,
+        galore_max_dim=config.galore_max_dim,
+    )
     total = config.scheduler_total_steps or config.max_steps
     if total is None and batches_per_epoch is not None:
         total = math.ceil(batches_per_epoch / config.gradient_accumulation_steps)

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from galore_cases import skip_if_missing
 from torch import nn
 
 from safetrain_core import AmpTrainState, MiniGPT, MiniGPTConfig, next_token_loss
@@ -27,6 +28,7 @@ def train(model, optimizer, steps=25):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_optimizer_lowers_the_loss_and_resumes_bit_for_bit(name):
+    skip_if_missing(name)
     lr = {"sgd_momentum": 0.1, "adafactor": 0.05, "lion": 3e-3}.get(name, 5e-3)
     model = gpt()
     optimizer = build_optimizer(model, name, lr=lr, weight_decay=0.01)
@@ -41,6 +43,7 @@ def test_each_optimizer_lowers_the_loss_and_resumes_bit_for_bit(name):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weight_decay_is_off_for_norms_and_biases_and_on_for_matrices(name):
+    skip_if_missing(name)
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm((2, 4)), nn.Linear(4, 1))
     optimizer = build_optimizer(model, name, lr=0.1, weight_decay=0.5)
     decay = {id(p): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
@@ -77,8 +80,29 @@ def test_the_pair_equals_its_two_optimizers_by_themselves():
         assert torch.equal(a, b)
 
 
+def test_momentum_of_bfloat16_weights_does_not_start_from_what_is_in_memory():
+    model, plain = nn.Linear(64, 8).bfloat16(), nn.Linear(64, 8).bfloat16()
+    plain.load_state_dict(model.state_dict())
+    ours = build_optimizer(model, "sgd_momentum", lr=0.1, weight_decay=0.0)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9, fused=False)
+    assert not any(group["fused"] for group in ours.param_groups)
+    for module, optimizer in ((model, ours), (plain, theirs)):
+        for _ in range(3):
+            optimizer.zero_grad()
+            module(torch.ones(4, 64, dtype=torch.bfloat16)).float().square().sum().backward()
+            optimizer.step()
+    assert torch.equal(model.weight, plain.weight)
+
+
+def test_a_pair_takes_no_further_group():
+    pair = build_optimizer(gpt(), "muon", lr=0.01, weight_decay=0.1)
+    with pytest.raises(ValueError, match="takes no further group"):
+        pair.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))]})
+    assert len(pair.param_groups) == sum(len(optimizer.param_groups) for optimizer in pair.inner)
+
+
 def test_a_name_that_is_unknown_or_cannot_be_had_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match="choose one of adamw, adam, sgd_momentum, adafactor, muon, lion"):
+    with pytest.raises(ValueError, match="choose one of adamw, adam, sgd_momentum, adafactor, muon, lion, apollo"):
         build_optimizer(gpt(), "sgd", lr=0.1, weight_decay=0.0)
     with pytest.raises(ValueError, match="no trainable parameter"):
         build_optimizer(gpt().requires_grad_(False), "adamw", lr=0.1, weight_decay=0.0)
@@ -87,6 +111,9 @@ def test_a_name_that_is_unknown_or_cannot_be_had_is_refused(monkeypatch):
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(ValueError, match=r"needs torch 2\.9"):
         build_optimizer(gpt(), "muon", lr=0.1, weight_decay=0.0)
+    monkeypatch.setitem(sys.modules, "apollo_torch", None)
+    with pytest.raises(ValueError, match=r"needs the package apollo-torch .*pip install 'safetrain-core\[apollo\]'"):
+        build_optimizer(gpt(), "apollo", lr=0.1, weight_decay=0.0)
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
     with pytest.raises(ValueError, match="needs the package pytorch-optimizer"):
         build_optimizer(gpt(), "lion", lr=0.1, weight_decay=0.0)
