@@ -20,6 +20,19 @@ if TYPE_CHECKING:
     from .config import TrainConfig
     from .corpus import Corpus
     from .errors import CheckpointError, SafeTrainError, ThermalAbort, TrainingFailed
+    from .memory.blocks import BlockPlan, plan_recompute_for
+    from .memory.measure import RecomputeCost, measure_recompute
+    from .memory.plan import RecomputePlan, plan_recompute
+    from .memory.recompute import apply_recompute, remove_recompute
+    from .memory.rules import (
+        activation_memory_bytes,
+        checkpoint_cost,
+        memory_after_checkpoint_bytes,
+        optimal_segment,
+        selective_checkpoint_cost,
+        transformer_activation_bytes,
+    )
+    from .memory.shape import RecomputeOption
     from .minigpt import MiniGPT, MiniGPTConfig, next_token_loss
     from .optim.build import build_optimizer
     from .optim.schedule import make_schedule
@@ -41,6 +54,7 @@ if TYPE_CHECKING:
 #: Public name -> the module it lives in; a test compares it with the imports above.
 _HOME = {
     "AmpTrainState": "step.amp",
+    "BlockPlan": "memory.blocks",
     "CHECKPOINT_SCHEMA": "checkpoint.single",
     "CheckpointError": "errors",
     "Checkpoints": "checkpoint.rolling",
@@ -49,6 +63,9 @@ _HOME = {
     "FitResult": "train.result",
     "MiniGPT": "minigpt",
     "MiniGPTConfig": "minigpt",
+    "RecomputeCost": "memory.measure",
+    "RecomputeOption": "memory.shape",
+    "RecomputePlan": "memory.plan",
     "SKIP_REASONS": "records",
     "SafeTrainError": "errors",
     "SafeTrainer": "train.trainer",
@@ -58,22 +75,33 @@ _HOME = {
     "TrainConfig": "config",
     "TrainState": "records",
     "TrainingFailed": "errors",
+    "activation_memory_bytes": "memory.rules",
+    "apply_recompute": "memory.recompute",
     "atomic_save": "checkpoint.atomic",
     "build_optimizer": "optim.build",
     "capture_rng_state": "checkpoint.rng",
+    "checkpoint_cost": "memory.rules",
     "clip_global_l2_norm": "step.gradients",
     "effective_batch_size": "step.accumulate",
     "has_non_finite_grad": "step.gradients",
     "load_checkpoint": "checkpoint.single",
     "loss_scaled_for_accum": "step.accumulate",
     "make_schedule": "optim.schedule",
+    "measure_recompute": "memory.measure",
+    "memory_after_checkpoint_bytes": "memory.rules",
     "next_token_loss": "minigpt",
     "no_sync_context": "step.accumulate",
+    "optimal_segment": "memory.rules",
+    "plan_recompute": "memory.plan",
+    "plan_recompute_for": "memory.blocks",
+    "remove_recompute": "memory.recompute",
     "restore_rng_state": "checkpoint.rng",
     "rolling_skip_rate": "records",
     "save_checkpoint": "checkpoint.single",
     "scale_lr_with_batch": "step.accumulate",
+    "selective_checkpoint_cost": "memory.rules",
     "train_one_optimizer_step": "step.accumulate",
+    "transformer_activation_bytes": "memory.rules",
     "windows": "step.accumulate",
     "zero_grads": "step.accumulate",
 }

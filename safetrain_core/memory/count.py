@@ -58,7 +58,7 @@ class Counter(TorchDispatchMode):
         super().__init__()
         first = next(iter(model.parameters()), None)
         self.device = first.device if first is not None else torch.device("cpu")
-        self.now = self.peak = self.total_peak = self.gradients = 0
+        self.now = self.peak = self.total_peak = self.gradients = self._recent = 0
         self.flops: dict[str, int] = {}
         self.phase = "forward"
         self._formulas = _formulas()
@@ -92,8 +92,14 @@ class Counter(TorchDispatchMode):
             if isinstance(leaf, Tensor) and leaf.device == self.device:
                 self._see(leaf)
         self.peak = max(self.peak, self.now)
+        self._recent = max(self._recent, self.now)
         self.total_peak = max(self.total_peak, self.now + self.gradients)
         return output
+
+    def peak_since(self) -> int:
+        """The peak of ``now`` since this was last asked."""
+        peak, self._recent = self._recent, self.now
+        return peak
 
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -82,7 +82,9 @@ class Moment:
                 f"a recomputed {type(self.module).__name__} was put into eval mode between its forward and its "
                 "backward; its second run would differ: call model.eval() after backward()"
             )
-        self._outside.append((_kernels(), [(owner, name, owner._buffers.get(name)) for owner, name, *_ in self.buffers]))
+        self._outside.append(
+            (_kernels(), [(owner, name, owner._buffers.get(name)) for owner, name, *_ in self.buffers])
+        )
         _allow(self.kernels)
         for owner, name, buffer, _, value in self.buffers:
             owner._buffers[name] = (buffer if value is None else value).detach().clone()

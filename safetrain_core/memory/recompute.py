@@ -31,140 +31,15 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch import nn
 
-from .moment import Moment
+from .layer import Offload, Recomputed, run_again
 from .rules import POLICIES, checked_count, optimal_segment
 from .segment import Segments
 
-__all__ = ["apply_recompute", "attention_cores", "layers_of", "recomputed", "remove_recompute"]
+__all__ = ["apply_recompute", "attention_cores", "layers_of", "recomputed", "remove_recompute", "wrappers_of"]
 
 Policy = str | Sequence[str]
-
-
-class Recomputed:
-    """Stands as a module's instance attribute ``forward``; the class, the children and the state dict stay as they are.
-
-    It copies and pickles with its module: a copy's points to the copy.
-    """
-
-    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        self.module, self.run = module, run
-        self.own = module.__dict__.get("forward")  # a forward of the instance's own, put there by others
-        self._inside = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._inside or not (self.module.training and torch.is_grad_enabled()):
-            return self.plain(*args, **kwargs)
-        return self.run(self, args, kwargs)
-
-    def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward as it was."""
-        if self.own is not None:
-            return self.own(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
-
-    def again(self, *args: Any, **kwargs: Any) -> Any:
-        """The same for a second run that comes from outside the module, in a segment.
-
-        Hooks on the module ran the first time and are left out, but for FSDP's: they gather the weights.
-        """
-        if not hasattr(self.module, "unshard"):
-            return self.plain(*args, **kwargs)
-        self._inside = True
-        try:
-            return self.module(*args, **kwargs)
-        finally:
-            self._inside = False
-
-    def remove(self) -> None:
-        """Put back what was there before."""
-        if self.own is None:
-            del self.module.__dict__["forward"]
-        else:
-            self.module.__dict__["forward"] = self.own
-
-
-def _whole(layer: Recomputed, args: tuple[Any, ...], kwargs: dict[str, Any], ops: bool = False) -> Any:
-    """One module, run again as a whole, or (``ops``) but for its expensive operations."""
-    moment = Moment(layer.module)
-    output = checkpoint(
-        layer.plain,
-        *args,
-        use_reentrant=False,
-        context_fn=functools.partial(_contexts, moment, ops),
-        **kwargs,
-    )
-    moment.settle()
-    return output
-
-
-def _contexts(moment: Moment, ops: bool) -> tuple[Any, Any]:
-    if not ops:
-        return contextlib.nullcontext(), moment
-    first, second = create_selective_checkpoint_contexts(_keep_what_is_dear)
-    return first, _Both(moment, second)
-
-
-class _Both:
-    """Two contexts as one, which can be entered again; contextlib's are good for once."""
-
-    def __init__(self, *contexts: Any) -> None:
-        self.contexts, self._stacks = contexts, list[contextlib.ExitStack]()
-
-    def __enter__(self) -> None:
-        stack = contextlib.ExitStack()
-        for context in self.contexts:
-            stack.enter_context(context)
-        self._stacks.append(stack)
-
-    def __exit__(self, *error: Any) -> None:
-        self._stacks.pop().__exit__(*error)
-
-
-@functools.cache
-def _dear_ops() -> frozenset[Any]:
-    """Products with a weight, and attention in one kernel. Batched products are left out: their results are scores."""
-    aten = torch.ops.aten
-    fused = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-    found = [getattr(aten, f"_scaled_dot_product_{name}", None) for name in fused]
-    return frozenset([aten.mm.default, aten.addmm.default, *(op.default for op in found if op is not None)])
-
-
-def _keep_what_is_dear(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Whether to keep an operation's result. Not where it drew random numbers: the second run must draw them too."""
-    if op not in _dear_ops():
-        return CheckpointPolicy.PREFER_RECOMPUTE
-    named = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
-    drew = named.get("dropout_p", 0.0) > 0
-    return CheckpointPolicy.PREFER_RECOMPUTE if drew else CheckpointPolicy.MUST_SAVE
-
-
-class Offload:
-    """Saved activations wait in host memory. On a CPU that is where they are: they are only counted, in ``bytes``."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-    def __call__(self, layer: Recomputed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        torchs = save_on_cpu(pin_memory=torch.cuda.is_available())
-        # Weights stay on the device anyway; torch's hook would send a copy of each.
-        own = {t.untyped_storage()._cdata for t in (*layer.module.parameters(), *layer.module.buffers())}
-
-        def pack(tensor: Tensor) -> Any:
-            if tensor.untyped_storage()._cdata in own:
-                return tensor
-            self.bytes += tensor.numel() * tensor.element_size()
-            return tensor if tensor.device.type == "cpu" else torchs.pack_hook(tensor)
-
-        def unpack(packed: Any) -> Tensor:
-            return packed if isinstance(packed, Tensor) else torchs.unpack_hook(packed)
-
-        with saved_tensors_hooks(pack, unpack):
-            return layer.plain(*args, **kwargs)
 
 
 def apply_recompute(model: nn.Module, policy: Policy, k: int = 4) -> nn.Module:
@@ -182,6 +57,7 @@ def apply_recompute(model: nn.Module, policy: Policy, k: int = 4) -> nn.Module:
         ValueError: an unknown policy or layer, k < 1, a model without layers or (``selective``) attention cores. The
             model is left as it was.
 
+    >>> import torch
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 1))
     >>> apply_recompute(model, "full")(torch.ones(1, 2)).sum().backward()
     >>> apply_recompute(model, "half")
@@ -196,13 +72,11 @@ def apply_recompute(model: nn.Module, policy: Policy, k: int = 4) -> nn.Module:
         missing = [name for name in policy if name not in known]
         if missing:
             raise ValueError(f"no layer {missing[0]!r} to recompute; the model's are {', '.join(known)}")
-        wrappers = [Recomputed(known[name], _whole) for name in policy]
+        wrappers = [Recomputed(known[name], run_again) for name in policy]
     elif policy not in POLICIES:
-        raise ValueError(
-            f"recompute policy {policy!r} is unknown; use {', '.join(POLICIES[:-1])} or {POLICIES[-1]}"
-        )
+        raise ValueError(f"recompute policy {policy!r} is unknown; use {', '.join(POLICIES[:-1])} or {POLICIES[-1]}")
     elif policy == "selective":
-        wrappers = [Recomputed(core, _whole) for core in attention_cores(model).values()]
+        wrappers = [Recomputed(core, run_again) for core in attention_cores(model).values()]
     elif policy != "none":
         for stack in layers_of(model):
             run = _strategy(policy, optimal_segment(len(stack)) if policy == "sqrt" else min(k, len(stack)))
@@ -218,8 +92,8 @@ def _strategy(policy: str, segment: int) -> Callable[..., Any]:
     if policy == "offload":
         return Offload()
     if policy == "selective_ops":
-        return functools.partial(_whole, ops=True)
-    return _whole if policy == "full" or segment == 1 else Segments(segment)
+        return functools.partial(run_again, ops=True)
+    return run_again if policy == "full" or segment == 1 else Segments(segment)
 
 
 def remove_recompute(model: nn.Module) -> nn.Module:
@@ -229,12 +103,12 @@ def remove_recompute(model: nn.Module) -> nn.Module:
     >>> "forward" in vars(model[0]), "forward" in vars(remove_recompute(model)[0])
     (True, False)
     """
-    for wrapper in _wrappers(model):
+    for wrapper in wrappers_of(model):
         wrapper.remove()
     return model
 
 
-def _wrappers(model: nn.Module) -> list[Recomputed]:
+def wrappers_of(model: nn.Module) -> list[Recomputed]:
     found = (module.__dict__.get("forward") for module in model.modules())
     return [wrapper for wrapper in found if isinstance(wrapper, Recomputed)]
 
@@ -250,7 +124,7 @@ def recomputed(model: nn.Module, policy: Policy | None, k: int = 4) -> Iterator[
     >>> "forward" in vars(model[0])
     False
     """
-    before = _wrappers(model)
+    before = wrappers_of(model)
     if policy is not None:
         apply_recompute(model, policy, k)
     try:
@@ -271,7 +145,7 @@ def layers_of(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
     >>> [[name for name, _ in stack] for stack in layers_of(nn.Sequential(nn.Linear(1, 1), nn.Tanh()))]
     [['0', '1']]
     """
-    told = next((m.recompute_layers for m in model.modules() if hasattr(m, "recompute_layers")), None)
+    told: Any = next((m.recompute_layers for m in model.modules() if hasattr(m, "recompute_layers")), None)
     if told is not None:
         names = {id(module): name for name, module in model.named_modules()}
         stacks = [[(names[id(module)], module) for module in told]]
@@ -305,7 +179,7 @@ def attention_cores(model: nn.Module) -> dict[str, nn.Module]:
     >>> attention_cores(nn.Linear(1, 1))
     Traceback (most recent call last):
     ...
-    ValueError: Linear has no attention core to recompute; set is_attention_core = True on the class of the module that ...
+    ValueError: Linear has no attention core to recompute; set is_attention_core = True on the class of ...
     """
     cores = {name: m for name, m in model.named_modules() if getattr(m, "is_attention_core", False)}
     if not cores:

@@ -148,7 +148,7 @@ def memory_after_checkpoint_bytes(
         segment_size: layers per segment; above the depth it is the depth.
         boundary_values: values per token and unit of width that a kept boundary takes. The classical rule, the default,
             lets it take as much as a layer's inside (12), and so has its knee at sqrt(n_layers). In a transformer it is
-            the layer's input alone (1), and memory grows with the segment from about 3 layers on.
+            the layer's input alone (1), and memory grows with the segment from 2 or 3 layers on.
 
     >>> [round(memory_after_checkpoint_bytes(64, k) / 1e9) for k in (1, 8, 64)]  # the rule: least at 8
     [105, 26, 105]

@@ -129,7 +129,7 @@ class Segment:
         return output
 
     def replay(self) -> None:
-        """Run the recorded calls again; torch's recomputation hook takes what they save, and ends it when it has all."""
+        """Run the recorded calls again; torch's recomputation hook takes what they save, and ends it with the last."""
         made: list[list[Any]] = []
         first = self.calls[0].surroundings
         with torch.random.fork_rng(devices=first.devices, device_type=first.device_type):
