@@ -52,7 +52,8 @@ types: $(READY)  ## type check
 notebooks: $(READY)  ## rebuild the notebooks from the scripts and run them
 	$(BIN)/python tests/lessons/build_notebooks.py $(LESSONS)
 
-bench: $(READY)  ## the measured claims
+bench: $(READY)  ## the measured claims, beside those of other packages
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt -e '.[peers]'
 	$(BIN)/python -m pytest -q -s tests/benchmarks $(PYTEST_ARGS)
 
 pins: $(READY)  ## rewrite constraints.txt from what is installed

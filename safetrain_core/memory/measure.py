@@ -130,8 +130,8 @@ def step_of(
     gradients = {p: p.grad for p in model.parameters()}
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
     flags = [(module, module.training) for module in model.modules()]
-    fake = next((p.fake_mode for p in model.parameters() if isinstance(p, FakeTensor)), contextlib.nullcontext())
-    gpus = sorted({t.device.index for t in model.parameters() if t.device.type == "cuda"} - {None}) if not fake else []
+    fake_mode = next((p.fake_mode for p in model.parameters() if isinstance(p, FakeTensor)), None)
+    gpus = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda" and fake_mode is None})
 
     def step(counter: Counter | None) -> int:
         for p in gradients:
@@ -145,7 +145,7 @@ def step_of(
         loss.backward()
         return kept
 
-    with torch.random.fork_rng(gpus), fake:
+    with torch.random.fork_rng(gpus), fake_mode or contextlib.nullcontext():
         model.train()
         try:
             yield step

@@ -168,4 +168,5 @@ def optimal_segment(n_layers: int) -> int:
     [1, 1, 4, 8, 10]
     """
     checked_count("n_layers", n_layers)
-    return min(range(1, math.isqrt(n_layers) + 2), key=lambda k: math.ceil(n_layers / k) + k)
+    root = math.sqrt(n_layers)
+    return min(range(1, math.isqrt(n_layers) + 2), key=lambda k: (math.ceil(n_layers / k) + k, abs(k - root)))

@@ -131,8 +131,9 @@ class Segment:
     def replay(self) -> None:
         """Run the recorded calls again; torch's recomputation hook takes what they save, and ends it with the last."""
         made: list[list[Any]] = []
-        first = self.calls[0].surroundings
-        with torch.random.fork_rng(devices=first.devices, device_type=first.device_type):
+        devices = sorted({device for call in self.calls for device in call.surroundings.devices})
+        kind = next((c.surroundings.device_type for c in self.calls if c.surroundings.devices), "cuda")
+        with torch.random.fork_rng(devices=devices, device_type=kind):
             for call in self.calls:
                 leaves = [
                     made[source.call][source.leaf]

@@ -86,7 +86,7 @@ def test_an_input_changed_in_place_after_the_forward_is_an_error_not_a_wrong_gra
         x = vectors()
         loss = apply_recompute(plain_stack(dense), policy)(x).sum()
         x.mul_(2)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation|was changed in place"):
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|was changed in place"):
             loss.backward()
 
 
