@@ -82,7 +82,7 @@ class TwoStreams(nn.Module):
 
 
 class OddLoop(nn.Module):
-    """Between its layers this loop adds, takes of a tuple, keeps, skips and repeats; and it leaves early."""
+    """Between its layers this loop changes, takes of a tuple, keeps, skips and repeats; and it leaves early."""
 
     class Layer(nn.Module):
         def __init__(self):
@@ -102,8 +102,9 @@ class OddLoop(nn.Module):
         x, _ = self.layers[1](first)
         aside = torch.exp(x).sum() * 0.01  # saves a tensor between two layers of a segment
         x, more = self.layers[2](x, skip=first)
-        x = x * 1.5  # breaks the chain
+        x.mul_(1.5)  # the tensor that the layer before returned, but no longer what it returned
         x, _ = self.layers[3](x)
+        x = x * 1.5  # another tensor
         x, _ = self.layers[3](x)  # the same layer again
         x, _ = self.layers[4](x, skip=first * 2)
         return x + aside + mean + more  # layers[5] never runs
