@@ -13,7 +13,7 @@ LESSONS := $(sort $(wildcard lessons/[0-9]*.py))
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab lessons test check format lint types notebooks bench peers pins readme clean
+.PHONY: help setup lab lessons test check format lint types notebooks bench pins readme clean
 
 help:  ## list the commands
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,11 +52,9 @@ types: $(READY)  ## type check
 notebooks: $(READY)  ## rebuild the notebooks from the scripts and run them
 	$(BIN)/python tests/lessons/build_notebooks.py $(LESSONS)
 
-bench: $(READY)  ## the measured claims
-	$(BIN)/python -m pytest -q -s tests/benchmarks $(PYTEST_ARGS)
-
-peers: $(READY)  ## install the libraries that bench compares with (large)
+bench: $(READY)  ## the measured claims, beside other packages (installs them: large)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt -e '.[peers]'
+	$(BIN)/python -m pytest -q -s tests/benchmarks $(PYTEST_ARGS)
 
 pins: $(READY)  ## rewrite constraints.txt from what is installed
 	$(BIN)/python tests/update_pins.py

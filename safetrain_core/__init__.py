@@ -25,6 +25,19 @@ if TYPE_CHECKING:
     from .distributed import agree, is_main
     from .errors import CheckpointError, RankFailed, SafeTrainError, ThermalAbort, TrainingFailed
     from .launcher import launch
+    from .memory.blocks import BlockPlan, plan_recompute_for
+    from .memory.measure import RecomputeCost, measure_recompute
+    from .memory.plan import RecomputePlan, plan_recompute
+    from .memory.recompute import apply_recompute, remove_recompute
+    from .memory.rules import (
+        activation_memory_bytes,
+        checkpoint_cost,
+        memory_after_checkpoint_bytes,
+        optimal_segment,
+        selective_checkpoint_cost,
+        transformer_activation_bytes,
+    )
+    from .memory.shape import RecomputeOption
     from .minigpt import MiniGPT, MiniGPTConfig, next_token_loss
     from .optim.build import build_optimizer
     from .optim.galore import GaLore
@@ -49,6 +62,7 @@ if TYPE_CHECKING:
 #: Public name -> the module it lives in; a test compares it with the imports above.
 _HOME = {
     "AmpTrainState": "step.amp",
+    "BlockPlan": "memory.blocks",
     "CHECKPOINT_SCHEMA": "checkpoint.single",
     "CHECKPOINT_STEP": "checkpoint.manifest",
     "CheckpointError": "errors",
@@ -60,6 +74,9 @@ _HOME = {
     "MiniGPT": "minigpt",
     "MiniGPTConfig": "minigpt",
     "RankFailed": "errors",
+    "RecomputeCost": "memory.measure",
+    "RecomputeOption": "memory.shape",
+    "RecomputePlan": "memory.plan",
     "SKIP_REASONS": "records",
     "SafeTrainError": "errors",
     "SafeTrainer": "train.trainer",
@@ -70,10 +87,13 @@ _HOME = {
     "TrainConfig": "config",
     "TrainState": "records",
     "TrainingFailed": "errors",
+    "activation_memory_bytes": "memory.rules",
     "agree": "distributed",
+    "apply_recompute": "memory.recompute",
     "atomic_save": "checkpoint.atomic",
     "build_optimizer": "optim.build",
     "capture_rng_state": "checkpoint.rng",
+    "checkpoint_cost": "memory.rules",
     "clip_global_l2_norm": "step.clip",
     "effective_batch_size": "step.accumulate",
     "find_basis": "optim.projection",
@@ -86,11 +106,17 @@ _HOME = {
     "load_sharded": "checkpoint.sharded",
     "loss_scaled_for_accum": "step.accumulate",
     "make_schedule": "optim.schedule",
+    "measure_recompute": "memory.measure",
+    "memory_after_checkpoint_bytes": "memory.rules",
     "next_token_loss": "minigpt",
     "no_sync_context": "step.accumulate",
+    "optimal_segment": "memory.rules",
     "optimizer_state_bytes": "optim.state_bytes",
+    "plan_recompute": "memory.plan",
+    "plan_recompute_for": "memory.blocks",
     "predict_state_bytes": "optim.state_bytes",
     "projection_error": "optim.projection",
+    "remove_recompute": "memory.recompute",
     "reshard": "checkpoint.sharded",
     "restore_rng_state": "checkpoint.rng",
     "rolling_skip_rate": "records",
@@ -100,7 +126,9 @@ _HOME = {
     "save_shard": "checkpoint.sharded",
     "save_sharded": "checkpoint.sharded",
     "scale_lr_with_batch": "step.accumulate",
+    "selective_checkpoint_cost": "memory.rules",
     "train_one_optimizer_step": "step.accumulate",
+    "transformer_activation_bytes": "memory.rules",
     "windows": "step.accumulate",
     "zero_grads": "step.accumulate",
 }

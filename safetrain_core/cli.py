@@ -1,7 +1,7 @@
 """The command line: flags and a YAML file become a config, a config becomes a run.
 
-Exit statuses: 0 done; 1 TrainingFailed, a broken checkpoint or an error of the machine; 2 the user's mistake; 130 and
-143 interrupted.
+Exit statuses: 0 done; 1 TrainingFailed, a broken checkpoint, a plan that does not fit or an error of the machine; 2 the
+user's mistake; 130 and 143 interrupted.
 torch is imported only once the arguments are found to be right, so that help and mistakes are answered at once.
 """
 
@@ -35,10 +35,11 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> tuple[_Parser, _Parser]:
     from . import __version__
+    from .memory.command import add_plan_parser
 
     parser = _Parser(prog="safetrain", description="Train safely, and find out what went wrong.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"safetrain {__version__}")
-    verbs = parser.add_subparsers(dest="verb", metavar="train|verify", required=True, parser_class=_Parser)
+    verbs = parser.add_subparsers(dest="verb", metavar="train|verify|plan", required=True, parser_class=_Parser)
     check = verbs.add_parser(
         "verify",
         help="say whether checkpoints are whole",
@@ -47,6 +48,7 @@ def _parser() -> tuple[_Parser, _Parser]:
         allow_abbrev=False,
     )
     check.add_argument("path", type=Path, help="a checkpoint (a file or a folder), or a folder with some")
+    add_plan_parser(verbs)
     train = verbs.add_parser(
         "train",
         help="train a small GPT on text",
@@ -157,6 +159,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         args = _parse(sys.argv[1:] if argv is None else argv)
+        if args.verb == "plan":
+            from .memory.command import run_plan
+
+            text, status = run_plan(args)
+            print(text)
+            return status
         status = _verify(args.path) if args.verb == "verify" else _train(args)
         if _torchrun():
             sys.stdout.flush()

@@ -56,13 +56,28 @@ class MiniGPTConfig:
             )
 
 
+class AttentionCore(nn.Module):
+    """Scores, softmax and mix, without weights: q, k, v (B, heads, T, d / heads) -> the same shape."""
+
+    #: What the recompute policy ``selective`` looks for.
+    is_attention_core = True
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
+
+
 class Attention(nn.Module):
     """Causal self-attention: (B, T, d) -> (B, T, d)."""
 
     def __init__(self, config: MiniGPTConfig) -> None:
         super().__init__()
-        self.heads, self.dropout = config.heads, config.dropout
+        self.heads = config.heads
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
+        self.core = AttentionCore(config.dropout)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,9 +86,7 @@ class Attention(nn.Module):
             part.view(batch, tokens, self.heads, width // self.heads).transpose(1, 2)
             for part in self.qkv(x).split(width, dim=2)
         )
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0
-        )
+        mixed = self.core(q, k, v)
         return self.out(mixed.transpose(1, 2).reshape(batch, tokens, width))
 
 

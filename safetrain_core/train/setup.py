@@ -11,6 +11,7 @@ from torch import nn
 
 from ..config import TrainConfig, shown
 from ..distributed import world_size
+from ..memory.recompute import apply_recompute
 from ..optim.build import build_optimizer
 from ..optim.schedule import make_schedule
 from ..step.accumulate import scale_lr_with_batch
@@ -26,7 +27,6 @@ ROWS_KEPT = 1000
 
 #: Fields whose part has not landed yet. Asking for one is refused, rather than silently ignored.
 NOT_YET = (
-    "recompute_policy",
     "gpu_metrics_backend",
     "nvml_device_index",
     "gpu_temp_guard",
@@ -69,7 +69,8 @@ def amp_from_config(
         batches_per_epoch: length of the schedule where neither ``scheduler_total_steps`` nor ``max_steps`` is set.
 
     Raises:
-        ValueError: a schedule without a length, an optimizer that cannot be built, a model that cannot be stepped.
+        ValueError: a schedule without a length, an optimizer that cannot be built, a model that cannot be stepped, or
+            has no layers for ``recompute_policy``.
 
     >>> amp_from_config(nn.Linear(1, 1), TrainConfig(max_steps=10, scheduler_warmup_ratio=0.5)).lr
     0.0002
@@ -96,7 +97,7 @@ def amp_from_config(
             f"scheduler_type={config.scheduler_type} needs a length, and train_loader has none; "
             "set scheduler_total_steps or max_steps"
         )
-    return AmpTrainState(
+    amp = AmpTrainState(
         model,
         max_norm=config.grad_clip_max_norm,
         device_type=device.type,
@@ -114,3 +115,6 @@ def amp_from_config(
         skip_rate_alert=config.skip_rate_alert,
         keep_rows=ROWS_KEPT,
     )
+    if config.recompute_policy != "none":  # with none, what the caller has applied stays
+        apply_recompute(model, config.recompute_policy, config.recompute_k)
+    return amp
