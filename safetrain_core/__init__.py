@@ -35,6 +35,12 @@ if TYPE_CHECKING:
     )
     from .step.amp import AmpTrainState
     from .step.gradients import DEFAULT_MAX_NORM, clip_global_l2_norm, has_non_finite_grad
+    from .thermal.guard import ThermalGuard
+    from .thermal.nvml import GpuMonitor
+    from .thermal.reading import GpuReading
+    from .thermal.simulated import SimulatedCard
+    from .thermal.states import Thresholds, next_state
+    from .thermal.trace import RecordedTrace
     from .train.result import FitResult
     from .train.trainer import SafeTrainer
 
@@ -47,14 +53,20 @@ _HOME = {
     "Corpus": "corpus",
     "DEFAULT_MAX_NORM": "step.gradients",
     "FitResult": "train.result",
+    "GpuMonitor": "thermal.nvml",
+    "GpuReading": "thermal.reading",
     "MiniGPT": "minigpt",
     "MiniGPTConfig": "minigpt",
+    "RecordedTrace": "thermal.trace",
     "SKIP_REASONS": "records",
     "SafeTrainError": "errors",
     "SafeTrainer": "train.trainer",
+    "SimulatedCard": "thermal.simulated",
     "SkipLog": "records",
     "StepLog": "records",
     "ThermalAbort": "errors",
+    "ThermalGuard": "thermal.guard",
+    "Thresholds": "thermal.states",
     "TrainConfig": "config",
     "TrainState": "records",
     "TrainingFailed": "errors",
@@ -67,6 +79,7 @@ _HOME = {
     "load_checkpoint": "checkpoint.single",
     "loss_scaled_for_accum": "step.accumulate",
     "make_schedule": "optim.schedule",
+    "next_state": "thermal.states",
     "next_token_loss": "minigpt",
     "no_sync_context": "step.accumulate",
     "restore_rng_state": "checkpoint.rng",

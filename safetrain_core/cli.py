@@ -1,7 +1,7 @@
 """The command line: flags and a YAML file become a config, a config becomes a run.
 
-Exit statuses: 0 done; 1 TrainingFailed, a broken checkpoint or an error of the machine; 2 the user's mistake; 130 and
-143 interrupted.
+Exit statuses: 0 done; 1 TrainingFailed, a broken checkpoint or an error of the machine; 2 the user's mistake; 75 the
+thermal guard's abort; 130 and 143 interrupted.
 torch is imported only once the arguments are found to be right, so that help and mistakes are answered at once.
 """
 
@@ -29,6 +29,7 @@ __all__ = ["main"]
 RUN_FILES = ("config.yaml", "metrics.csv", "final.pt", "best.json", "bad_windows.jsonl")
 
 EXIT_MISTAKE = 2
+EXIT_TOO_HOT = 75
 
 
 class _Parser(argparse.ArgumentParser):
@@ -38,12 +39,13 @@ class _Parser(argparse.ArgumentParser):
         self.exit(EXIT_MISTAKE, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def _parser() -> tuple[_Parser, _Parser]:
+def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     from . import __version__
+    from .thermal.watch import add_arguments
 
     parser = _Parser(prog="safetrain", description="Train safely, and find out what went wrong.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"safetrain {__version__}")
-    verbs = parser.add_subparsers(dest="verb", metavar="train|verify", required=True, parser_class=_Parser)
+    verbs = parser.add_subparsers(dest="verb", metavar="train|verify|watch", required=True, parser_class=_Parser)
     check = verbs.add_parser(
         "verify",
         help="say whether checkpoints are whole",
@@ -52,6 +54,7 @@ def _parser() -> tuple[_Parser, _Parser]:
         allow_abbrev=False,
     )
     check.add_argument("path", type=Path, help="a checkpoint, or a folder with some")
+    add_arguments(verbs)
     train = verbs.add_parser(
         "train",
         help="train a small GPT on text",
@@ -92,7 +95,7 @@ def _parser() -> tuple[_Parser, _Parser]:
     size.add_argument("--dropout", type=float, default=0.0, metavar="P", help="dropout probability")
     size.add_argument("--tied", action=argparse.BooleanOptionalAction, default=True, help="head shares the embedding")
     _add_config_flags(train)
-    return parser, train
+    return parser, verbs.choices
 
 
 def _add_config_flags(parser: argparse.ArgumentParser) -> None:
@@ -117,12 +120,12 @@ def _add_config_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser, train = _parser()
+    parser, verbs = _parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        known = [option for action in train._actions for option in action.option_strings]
+        known = [option for action in verbs[args.verb]._actions for option in action.option_strings]
         near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1, cutoff=0.7)
-        train.error(f"unknown argument {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
+        verbs[args.verb].error(f"unknown argument {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
     return args
 
 
@@ -150,6 +153,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         args = _parse(sys.argv[1:] if argv is None else argv)
+        if args.verb == "watch":
+            from .thermal.watch import watch
+            from .train.console import plain_warnings
+
+            with plain_warnings():
+                return watch(args)
         return _verify(args.path) if args.verb == "verify" else _train(args)
     except SafeTrainError as error:
         print(f"safetrain: {error}", file=sys.stderr)
@@ -237,7 +246,7 @@ def _fit(args: argparse.Namespace, config: TrainConfig) -> tuple[int, FitResult]
     from .checkpoint.atomic import atomic_save, atomic_write_text
     from .checkpoint.single import model_state
     from .corpus import Corpus
-    from .errors import TrainingFailed
+    from .errors import ThermalAbort, TrainingFailed
     from .minigpt import MiniGPT, MiniGPTConfig, next_token_loss
     from .train.console import row_printer
     from .train.trainer import SafeTrainer
@@ -283,9 +292,9 @@ def _fit(args: argparse.Namespace, config: TrainConfig) -> tuple[int, FitResult]
         print(about, flush=True)
         try:
             result = trainer.fit()
-        except TrainingFailed as failure:
+        except (TrainingFailed, ThermalAbort) as failure:
             print(f"safetrain: {failure}", file=sys.stderr)
-            return 1, failure.result
+            return EXIT_TOO_HOT if isinstance(failure, ThermalAbort) else 1, failure.result
     if result.status == "completed":
         atomic_save(model_state(model), args.out / "final.pt")
     return (0 if result.signal is None else 128 + result.signal), result

@@ -48,7 +48,7 @@ class ThermalGuard:
             ``read`` that does, as ``GpuMonitor`` has.
         pause_c, resume_c, critical_c: see ``Thresholds``. poll_interval_s: seconds between readings.
         slowdown_c: where the card itself slows down; a pause threshold above it is warned about.
-        name: what is watched, for messages.
+        name: what is watched, for messages. on_event: called with each ``ThermalEvent``; None = it is logged.
 
     Attributes:
         state, reading, events: the present state, the last reading, the changes of state so far. Each is logged.
@@ -81,9 +81,10 @@ class ThermalGuard:
         *,
         slowdown_c: float | None = None,
         name: str = "GPU",
+        on_event: Callable[[ThermalEvent], Any] | None = None,
     ) -> None:
         self.thresholds = Thresholds(pause_c, resume_c, critical_c)
-        self.name = name
+        self.name, self.on_event = name, on_event or (lambda event: log.warning("%s %s", name, event))
         self.state = ThermalState.NORMAL
         self.events: list[ThermalEvent] = []
         self.paused_s = 0.0
@@ -136,7 +137,7 @@ class ThermalGuard:
         self.state = state
         event = ThermalEvent(state, celsius, time.monotonic() - self._began, why)
         self.events.append(event)
-        log.warning("%s %s", self.name, event)
+        self.on_event(event)
 
     def wish(self) -> Wish:
         """Whether training may go on now, by the readings so far. A poller that has fallen silent is a lost sensor."""
@@ -167,8 +168,8 @@ class ThermalGuard:
     def abort_message(self, checkpoint: str | None = None) -> str:
         """What happened and what to do, for a ``ThermalAbort``."""
         why = self.events[-1].why if self.events else "aborted"
-        resume = f", then resume from {checkpoint}" if checkpoint else ", then resume"
-        return f"{self.name}: {why}; let it cool, look at fans and airflow{resume}"
+        advice = "look at nvidia-smi" if self.unknown_in_a_row else "let it cool, look at fans and airflow"
+        return f"{self.name}: {why}; {advice}, then resume" + (f" from {checkpoint}" if checkpoint else "")
 
     def __enter__(self) -> ThermalGuard:
         self._began = time.monotonic()

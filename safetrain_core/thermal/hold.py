@@ -51,6 +51,8 @@ def wait_while_hot(
         if now != Wish.ABORT:
             raise
         log.error("the checkpoint before the thermal abort failed (%s: %s)", type(error).__name__, error)
+    if now == Wish.ABORT:
+        return now, 0.0
     start = time.monotonic()
     while now == Wish.PAUSE:
         wait(LOOK_EVERY_S)

@@ -20,9 +20,8 @@ __all__ = ["GpuMonitor"]
 
 MIB = 2**20
 
-#: NVML's bits -> words.
+#: NVML's bits -> words. Idleness (0x01) is left out: it holds nothing down.
 THROTTLE_REASONS = {
-    0x01: "idleness",
     0x02: "a clock setting",
     0x04: "the power cap",
     0x08: "hardware slowdown",
@@ -158,7 +157,7 @@ class GpuMonitor:
             return GpuReading()
 
     def _read(self) -> GpuReading:
-        nvml, card = self._nvml, self._card
+        nvml, card, self.trouble = self._nvml, self._card, None
         refused: dict[str, list[str]] = {}
 
         def asked(what: str, *calls: tuple[Any, ...]) -> Any:

@@ -27,10 +27,6 @@ ROWS_KEPT = 1000
 #: Fields whose part has not landed yet. Asking for one is refused, rather than silently ignored.
 NOT_YET = (
     "recompute_policy",
-    "gpu_metrics_backend",
-    "nvml_device_index",
-    "gpu_temp_guard",
-    "switch_on_thermal",
     "use_galore",
 )
 
