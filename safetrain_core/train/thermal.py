@@ -159,14 +159,19 @@ class Thermal:
         return self.guards[self.home].wish() if self.choice is None else self.choice.wish()
 
     def _wait(self, csv: CsvLog | None, save: Save, should_stop: Callable[[], bool]) -> Wish:
+        own = agreed = Wish.GO
+
         def wish() -> Wish:
+            nonlocal own, agreed
+            own = Wish.STOP if should_stop() else self._wish()
             # The one point where ranks agree: the largest wish of all is everyone's. On one process, its own.
-            return Wish(agree(Wish.STOP if should_stop() else self._wish(), self._device()))
+            agreed = Wish(agree(own, self._device()))
+            return agreed
 
         def save_and_note() -> None:
             save()
-            if self._wish() == Wish.PAUSE:
-                self._note(csv, f"paused {self._celsius()}")
+            if agreed == Wish.PAUSE:
+                self._note(csv, f"paused {self._celsius(ThermalState.PAUSED)}" if own else "paused for another rank")
 
         ended, seconds = wait_while_hot(wish, self.poller.wait, save_and_note)
         if seconds:
@@ -187,7 +192,7 @@ class Thermal:
         return True
 
     def _abort(self, csv: CsvLog | None) -> None:
-        self._note(csv, f"aborted {self._celsius()}")
+        self._note(csv, f"aborted {self._celsius(ThermalState.ABORTED)}")
         hot = next((g for g in self.guards.values() if g.state == ThermalState.ABORTED), None)
         checkpoint = None
         with contextlib.suppress(Exception):  # whatever is wrong with the folder, the card comes first
@@ -198,8 +203,10 @@ class Thermal:
             result=self.result,
         )
 
-    def _celsius(self) -> str:
-        celsius = self.poller.reading.temperature_c
+    def _celsius(self, state: ThermalState | None = None) -> str:
+        """The temperature at which the guard last went into ``state``; None = the present one."""
+        told = [event.temperature_c for event in self.guards[self.home].events if event.state == state]
+        celsius = told[-1] if told else self.poller.reading.temperature_c
         return "temperature unknown" if celsius is None else f"{celsius:.0f} C"
 
     def _device(self) -> torch.device:

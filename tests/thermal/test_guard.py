@@ -27,20 +27,35 @@ def follow(celsius, last=None):
     return lambda: left.pop(0) if len(left) > 1 else left[0]
 
 
-def test_it_pauses_after_saving_and_resumes_below_resume(caplog):
-    done = []
-    with ThermalGuard(follow([60, 86, 80, 80, 74]), **QUICK) as guard, caplog.at_level(logging.WARNING):
+def test_it_saves_then_waits_then_resumes_below_resume(caplog):
+    celsius, asked = [60.0], []
+
+    def save():
+        asked.append("saved")
+        celsius[0] = 80.0  # not cool yet: between the thresholds
+
+    def should_stop():
+        asked.append(guard.state.value)
+        if asked.count("paused") == 3:
+            celsius[0] = 74.0
+        return False
+
+    with ThermalGuard(lambda: celsius[0], **QUICK) as guard, caplog.at_level(logging.WARNING):
+        assert guard.hold()
+        celsius[0] = 86.0
         while not guard.events:
-            assert guard.hold(save=lambda: done.append("early"))
-        assert guard.hold(save=lambda: done.append(("saved", guard.state.value)))
-    assert done in ([("saved", "paused")], [])  # it may have cooled before it was asked
-    assert [event.state.value for event in guard.events] == ["paused", "normal"]
-    assert [event.temperature_c for event in guard.events] == [86, 74]
+            guard.poller.wait(20)
+        assert guard.hold(save=save, should_stop=should_stop)
+    assert asked[:2] == ["paused", "saved"]
+    assert asked[-1] == "normal"
+    assert asked.count("saved") == 1
+    assert asked.count("paused") >= 3
     assert [str(event) for event in guard.events] == [
         "paused: 86 C is above pause 85 C",
         "normal: 74 C is below resume 75 C",
     ]
-    assert len(caplog.records) == 2
+    assert [record.getMessage() for record in caplog.records] == [f"GPU {event}" for event in guard.events]
+    assert guard.paused_s > 0
 
 
 def test_pausing_cools_a_simulated_card_and_keeps_it_below_the_pause_threshold_and_one_step():
