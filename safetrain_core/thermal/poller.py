@@ -40,7 +40,7 @@ class Poller:
         self, source: Any, interval_s: float = 5.0, on_reading: Callable[[GpuReading], Any] = lambda reading: None
     ) -> None:
         if not 0 < interval_s < threading.TIMEOUT_MAX:
-            raise ValueError(f"poll_interval_s={interval_s} must be above 0")
+            raise ValueError(f"poll_interval_s={interval_s} must be above 0 and below {threading.TIMEOUT_MAX:.0e}")
         self.source, self.interval_s, self.on_reading = callable_source(source), interval_s, on_reading
         self.reading = GpuReading()
         self.polls = 0

@@ -61,7 +61,7 @@ def add_arguments(verbs: Any) -> None:
 def watch(args: argparse.Namespace) -> int:
     """Run the verb; the exit status. ``ValueError`` for a mistake in the arguments, before anything is written."""
     if not 0 < args.interval < threading.TIMEOUT_MAX:
-        raise ValueError(f"--interval {args.interval:g} must be above 0 seconds")
+        raise ValueError(f"--interval {args.interval:g} must be above 0 and below {threading.TIMEOUT_MAX:.0e} seconds")
     limits = Thresholds(
         args.gpu_temp_pause_threshold_c, args.gpu_temp_resume_threshold_c, args.gpu_temp_critical_threshold_c
     )

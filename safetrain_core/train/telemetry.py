@@ -150,10 +150,7 @@ class CsvLog:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row; a missing column or None is an empty cell, never 0."""
-        unknown = set(row) - set(self.columns)
-        if unknown:
-            raise ValueError(f"csv log {self.path} has no column {sorted(unknown)[0]}; it has {list(self.columns)}")
-        self._last = os.fstat(self._file.fileno()).st_size, row
+        self._last = os.fstat(self._file.fileno()).st_size, self._checked(row)
         self._put(row)
 
     def amend(self, cells: Mapping[str, Any]) -> bool:
@@ -161,9 +158,17 @@ class CsvLog:
         if self._last is None:
             return False
         start, row = self._last
+        whole = self._checked({**row, **cells})
         self._file.truncate(start)
-        self.write({**row, **cells})
+        self._last = start, whole
+        self._put(whole)
         return True
+
+    def _checked(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        unknown = set(row) - set(self.columns)
+        if unknown:
+            raise ValueError(f"csv log {self.path} has no column {sorted(unknown)[0]}; it has {list(self.columns)}")
+        return row
 
     def _put(self, row: Mapping[str, Any]) -> None:
         # One write per row: a reader that looks at the file meanwhile never sees half a row of ours.
