@@ -110,6 +110,7 @@ def test_critical_at_home_aborts_wherever_the_run_is_and_a_lost_sensor_elsewhere
     _, trainer = make(tmp_path, home, on_row=moves, devices=["cpu", "cpu:1"], **SWITCH)
     with pytest.raises(ThermalAbort, match=r"96 C is above critical 95 C.*step_00000004"):
         trainer.fit()
+    assert trainer._thermal.choice.current == "cpu:1", "an abort does not go back to the hot card"
     home, second = Card(), Card(None)
     _, trainer = make(
         None,
@@ -121,6 +122,7 @@ def test_critical_at_home_aborts_wherever_the_run_is_and_a_lost_sensor_elsewhere
     )
     result = trainer.fit()
     assert (result.status, result.switches) == ("completed", 1)
+    assert trainer._thermal.choice.current == "cpu", "where a run ends, its model is where its owner put it"
 
 
 class Balky(nn.Module):
@@ -128,10 +130,11 @@ class Balky(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.fails = 0
+        self.fails = self.moves = 0
         self.weight = nn.Parameter(torch.zeros(1))
 
     def _apply(self, *args, **kwargs):
+        self.moves += 1
         if self.fails:
             self.fails -= 1
             raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
@@ -152,6 +155,7 @@ def test_a_device_that_has_no_room_is_given_up_and_the_run_stays_where_it_was(ca
     _, trainer = make(None, home, net=net, on_row=at(3, hot), devices=["cpu", "cpu:1", "cpu:2"], **SWITCH)
     result = trainer.fit()
     assert (result.status, result.switches) == ("completed", 1)
+    assert balky.moves == 4, "out, back from half-way, out to the next, home at the end"
     assert "the run cannot move to cpu:1 (CUDA out of memory. Tried to allocate 2 GiB); it stays" in caplog.text
     assert "training goes on on cpu:2, after cpu" in caplog.text
 
