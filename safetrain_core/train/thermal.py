@@ -177,7 +177,7 @@ class Thermal:
         if seconds:
             self.result.pauses += 1
             self.result.paused_s += seconds
-            what = {Wish.GO: "resumed", Wish.STOP: "interrupted"}.get(ended, "still hot")
+            what = {Wish.GO: "resumed", Wish.STOP: "interrupted"}.get(ended, "not resumed")
             self._note(csv, f"{what} {self._celsius()} after {seconds:.1f} s")
             log.warning("paused for %.1f s; %s at %s", seconds, what, self._celsius())
         return ended
