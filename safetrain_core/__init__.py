@@ -56,6 +56,12 @@ if TYPE_CHECKING:
     )
     from .step.amp import AmpTrainState
     from .step.clip import DEFAULT_MAX_NORM, clip_global_l2_norm, has_non_finite_grad
+    from .thermal.guard import ThermalGuard
+    from .thermal.nvml import GpuMonitor
+    from .thermal.reading import GpuReading
+    from .thermal.simulated import SimulatedCard
+    from .thermal.states import Thresholds, next_state
+    from .thermal.trace import RecordedTrace
     from .train.result import FitResult
     from .train.trainer import SafeTrainer
 
@@ -71,19 +77,25 @@ _HOME = {
     "DEFAULT_MAX_NORM": "step.clip",
     "FitResult": "train.result",
     "GaLore": "optim.galore",
+    "GpuMonitor": "thermal.nvml",
+    "GpuReading": "thermal.reading",
     "MiniGPT": "minigpt",
     "MiniGPTConfig": "minigpt",
     "RankFailed": "errors",
     "RecomputeCost": "memory.measure",
     "RecomputeOption": "memory.shape",
     "RecomputePlan": "memory.plan",
+    "RecordedTrace": "thermal.trace",
     "SKIP_REASONS": "records",
     "SafeTrainError": "errors",
     "SafeTrainer": "train.trainer",
     "ShardManifest": "checkpoint.manifest",
+    "SimulatedCard": "thermal.simulated",
     "SkipLog": "records",
     "StepLog": "records",
     "ThermalAbort": "errors",
+    "ThermalGuard": "thermal.guard",
+    "Thresholds": "thermal.states",
     "TrainConfig": "config",
     "TrainState": "records",
     "TrainingFailed": "errors",
@@ -108,6 +120,7 @@ _HOME = {
     "make_schedule": "optim.schedule",
     "measure_recompute": "memory.measure",
     "memory_after_checkpoint_bytes": "memory.rules",
+    "next_state": "thermal.states",
     "next_token_loss": "minigpt",
     "no_sync_context": "step.accumulate",
     "optimal_segment": "memory.rules",

@@ -1,7 +1,7 @@
 """The command line: flags and a YAML file become a config, a config becomes a run.
 
 Exit statuses: 0 done; 1 TrainingFailed, a broken checkpoint, a plan that does not fit or an error of the machine; 2 the
-user's mistake; 130 and 143 interrupted.
+user's mistake; 75 the thermal guard's abort; 130 and 143 interrupted.
 torch is imported only once the arguments are found to be right, so that help and mistakes are answered at once.
 """
 
@@ -33,13 +33,14 @@ class _Parser(argparse.ArgumentParser):
         self.exit(EXIT_MISTAKE, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
-def _parser() -> tuple[_Parser, _Parser]:
+def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     from . import __version__
     from .memory.command import add_plan_parser
+    from .thermal.watch import add_arguments
 
     parser = _Parser(prog="safetrain", description="Train safely, and find out what went wrong.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"safetrain {__version__}")
-    verbs = parser.add_subparsers(dest="verb", metavar="train|verify|plan", required=True, parser_class=_Parser)
+    verbs = parser.add_subparsers(dest="verb", metavar="train|verify|plan|watch", required=True, parser_class=_Parser)
     check = verbs.add_parser(
         "verify",
         help="say whether checkpoints are whole",
@@ -49,6 +50,7 @@ def _parser() -> tuple[_Parser, _Parser]:
     )
     check.add_argument("path", type=Path, help="a checkpoint (a file or a folder), or a folder with some")
     add_plan_parser(verbs)
+    add_arguments(verbs)
     train = verbs.add_parser(
         "train",
         help="train a small GPT on text",
@@ -101,7 +103,7 @@ def _parser() -> tuple[_Parser, _Parser]:
     size.add_argument("--dropout", type=float, default=0.0, metavar="P", help="dropout probability")
     size.add_argument("--tied", action=argparse.BooleanOptionalAction, default=True, help="head shares the embedding")
     _add_config_flags(train)
-    return parser, train
+    return parser, verbs.choices
 
 
 def _add_config_flags(parser: argparse.ArgumentParser) -> None:
@@ -126,12 +128,12 @@ def _add_config_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser, train = _parser()
+    parser, verbs = _parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        known = [option for action in train._actions for option in action.option_strings]
+        known = [option for action in verbs[args.verb]._actions for option in action.option_strings]
         near = difflib.get_close_matches(unknown[0].split("=")[0], known, n=1, cutoff=0.7)
-        train.error(f"unknown argument {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
+        verbs[args.verb].error(f"unknown argument {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
     return args
 
 
@@ -159,13 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         args = _parse(sys.argv[1:] if argv is None else argv)
-        if args.verb == "plan":
-            from .memory.command import run_plan
-
-            text, status = run_plan(args)
-            print(text)
-            return status
-        status = _verify(args.path) if args.verb == "verify" else _train(args)
+        status = _run(args)
         if _torchrun():
             sys.stdout.flush()
             os._exit(status)  # past the interpreter's end: gloo's threads now and then abort there (torch 2.13)
@@ -186,6 +182,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         print(f"safetrain: {error.strerror}: {error.filename or 'while writing the run'}", file=sys.stderr)
         return 1
+
+
+def _run(args: argparse.Namespace) -> int:
+    """What the verb says; the exit status."""
+    if args.verb == "verify":
+        return _verify(args.path)
+    if args.verb == "plan":
+        from .memory.command import run_plan
+
+        text, status = run_plan(args)
+        print(text)
+        return status
+    if args.verb == "watch":
+        from .thermal.watch import watch
+        from .train.console import plain_warnings
+
+        with plain_warnings():
+            return watch(args)
+    return _train(args)
 
 
 def _train(args: argparse.Namespace) -> int:

@@ -80,7 +80,15 @@ def agree(code: int, device: torch.device | None = None) -> int:
     >>> agree(2), agree(1 + SAVE)
     (2, 33)
     """
-    return sums_and_agreement(torch.zeros(0, device=device), code)[1]
+    checked(code)
+    return code if world_size() == 1 else sums_and_agreement(torch.zeros(0, device=device), code)[1]
+
+
+def checked(code: int) -> int:
+    """``code`` itself; ``ValueError`` where it is none."""
+    if not 0 <= code < 2 * PAUSE:
+        raise ValueError(f"code={code} must be a verdict from 0 to {WORST}, plus requests below {2 * PAUSE}")
+    return code
 
 
 def sums_and_agreement(values: Tensor, code: int) -> tuple[list[float], int]:
@@ -95,10 +103,9 @@ def sums_and_agreement(values: Tensor, code: int) -> tuple[list[float], int]:
     >>> sums_and_agreement(torch.tensor([0.5, 2.0]), 3)
     ([0.5, 2.0], 3)
     """
-    if not 0 <= code < 2 * PAUSE:
-        raise ValueError(f"code={code} must be a verdict from 0 to {WORST}, plus requests below {2 * PAUSE}")
     if world_size() == 1:
-        return values.tolist(), code
+        return values.tolist(), checked(code)
+    checked(code)
     verdict = [float(i == code & VERDICT) for i in range(WORST + 1)]
     requests = [float(bool(code & bit)) for bit in REQUESTS]
     device = _reducing_on(values.device)

@@ -15,9 +15,11 @@ from typing import Any
 __all__ = [
     "BASE_COLUMNS",
     "BLOCK_COLUMN",
+    "GPU_COLUMNS",
     "GRADIENT_COLUMNS",
     "LOSSES_KEPT",
     "SKIP_REASONS",
+    "THERMAL_COLUMN",
     "SkipLog",
     "SkipRateAlert",
     "StepLog",
@@ -61,6 +63,12 @@ GRADIENT_COLUMNS = ("gradient_max_abs", "gradient_rms")
 
 #: Prefix of a block's column, every ``telemetry_log_interval`` steps where asked for.
 BLOCK_COLUMN = "grad_norm_"
+
+#: Readings of the GPU, every ``telemetry_log_interval`` steps where asked for; empty where unknown.
+GPU_COLUMNS = ("gpu_temperature_c", "gpu_power_w", "gpu_utilization_pct", "gpu_memory_used_mib")
+
+#: What the thermal guard did between this step and the next, for example "paused 86 C; resumed 74 C after 41.3 s".
+THERMAL_COLUMN = "thermal_event"
 
 
 @dataclass(frozen=True, slots=True)

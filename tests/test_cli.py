@@ -107,7 +107,7 @@ def test_the_run_folder_holds_the_config_that_was_used(tmp_path, text):
         (["--corpus", "x" * 300], "cannot be read"),
         (["--resume", "nope.pt"], "there is no checkpoint nope.pt"),
         (["--seed", "99999999999999999999"], "is out of range"),
-        (["--gpu-temp-guard"], "gpu_temp_guard=true is not available"),
+        (["--gpu-temp-guard"], "gpu_temp_guard has no source of temperatures"),
         (["--resume", "--overwrite"], "say one of them"),
         (["extra"], "unknown argument extra"),
     ],

@@ -67,6 +67,10 @@ def print_summary(out: Path, config: TrainConfig, result: FitResult) -> None:
     print(f"  first loss       {loss(result.first_loss)}")
     print(f"  last loss        {loss(result.last_loss)}")
     print(f"  validation loss  {loss(result.val_loss)}")
+    if config.gpu_temp_guard:
+        print(f"  paused           {result.pauses} times, {result.paused_s:.1f} s, by the thermal guard")
+    if result.switches:
+        print(f"  switched device  {result.switches} times")
     print(f"  log              {config.csv_log_path or out / 'metrics.csv'}", flush=True)
 
 

@@ -6,6 +6,7 @@ import signal
 from dataclasses import dataclass, field
 
 from ..records import StepLog, TrainState
+from ..thermal.guard import ThermalEvent
 
 __all__ = ["FitResult"]
 
@@ -14,8 +15,10 @@ __all__ = ["FitResult"]
 class FitResult:
     """What a run reached.
 
-    ``status`` is ``completed``, ``interrupted`` (with ``signal``), or ``failed`` (only as ``.result`` of the
-    exception). Losses are in the unit of the loss function; what was never measured is None. ``rows``: the last 1,000.
+    ``status`` is ``completed``, ``interrupted`` (with ``signal``), or ``failed`` or ``aborted`` (only as ``.result`` of
+    the exception). Losses are in the unit of the loss function; what was never measured is None. ``rows``: the last
+    1,000. Of the thermal guard: how often and for how many seconds the run paused, how often it switched device, and
+    each change of the guard's state, a ``ThermalEvent``.
 
     >>> FitResult(state=TrainState(step=20, updates=19), skips=1).skip_rate
     0.05
@@ -29,6 +32,10 @@ class FitResult:
     val_loss: float | None = None
     signal: signal.Signals | None = None
     rows: list[StepLog] = field(default_factory=list)
+    pauses: int = 0
+    paused_s: float = 0.0
+    switches: int = 0
+    thermal_events: list[ThermalEvent] = field(default_factory=list)
 
     @property
     def skip_rate(self) -> float:

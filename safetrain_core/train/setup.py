@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..config import TrainConfig, shown
+from ..config import TrainConfig
 from ..distributed import world_size
 from ..memory.recompute import apply_recompute
 from ..optim.build import build_optimizer
@@ -18,34 +18,12 @@ from ..step.accumulate import scale_lr_with_batch
 from ..step.amp import AmpTrainState
 from ..step.window import LossFn
 
-__all__ = ["amp_from_config", "refuse_what_is_not_there_yet", "seed_everything"]
+__all__ = ["amp_from_config", "seed_everything"]
 
 AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 #: Rows kept in memory; the CSV has them all.
 ROWS_KEPT = 1000
-
-#: Fields whose part has not landed yet. Asking for one is refused, rather than silently ignored.
-NOT_YET = (
-    "gpu_metrics_backend",
-    "nvml_device_index",
-    "gpu_temp_guard",
-    "switch_on_thermal",
-)
-
-
-def refuse_what_is_not_there_yet(config: TrainConfig) -> None:
-    """``ValueError`` when the config asks for a part that this version lacks.
-
-    >>> refuse_what_is_not_there_yet(TrainConfig(gpu_temp_guard=True))
-    Traceback (most recent call last):
-    ...
-    ValueError: gpu_temp_guard=true is not available in this version; leave it at false
-    """
-    for name in NOT_YET:
-        asked, default = getattr(config, name), TrainConfig.model_fields[name].default
-        if asked != default:
-            raise ValueError(f"{name}={shown(asked)} is not available in this version; leave it at {shown(default)}")
 
 
 def seed_everything(seed: int) -> None:

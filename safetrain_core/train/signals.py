@@ -47,10 +47,16 @@ class StopSignals:
         if self._alone:
             self.obey(wish)
 
-    def requests(self) -> int:
-        """What this rank has been asked for and has not told the others yet, for ``distributed.agree``."""
-        wishes, self._wishes = self._wishes, self._wishes & ~SAVE_BIT
-        return 0 if self._alone else wishes
+    def requests(self, *, take: bool = False) -> int:
+        """What this rank has been asked for, for ``distributed.agree``; on one process nothing is left to ask.
+
+        Args:
+            take: the others hear of it now: a save is then asked for no more.
+        """
+        wishes = self._wishes
+        if take:
+            self._wishes &= ~SAVE_BIT
+        return 0 if self._alone else wishes & (INTERRUPT | TERMINATE | (SAVE_BIT if take else 0))
 
     def obey(self, agreed: int) -> None:
         """Do what any rank was asked for; all ranks do so at the same step."""

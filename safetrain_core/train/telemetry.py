@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -23,7 +24,7 @@ class Attempt(NamedTuple):
     start: tuple[int, int]
     samples: int
     seconds: float
-    gradients: dict[str, float]
+    cells: dict[str, Any]
 
 
 def row_cells(row: StepLog, attempt: Attempt, updates: int, retries: int, val_loss: float | None) -> dict[str, Any]:
@@ -50,7 +51,7 @@ def row_cells(row: StepLog, attempt: Attempt, updates: int, retries: int, val_lo
         "step_time_ms": round(1000 * attempt.seconds, 3),
         "samples_per_s": round(attempt.samples / attempt.seconds, 3),
         "val_loss": val_loss,
-        **attempt.gradients,
+        **attempt.cells,
     }
 
 
@@ -97,6 +98,7 @@ class CsvLog:
             raise ValueError(f"csv log {self.path} cannot be written: {error.strerror}; name another") from error
         if self._file.tell() == 0:
             self._put(dict(zip(self.columns, self.columns, strict=True)))
+        self._last: tuple[int, Mapping[str, Any]] | None = None
 
     def _open(self, rotate: bool, resume_after: int | None) -> IO[str]:
         file = self.path.open("a+", encoding="utf-8", errors="surrogateescape", newline="")
@@ -148,10 +150,25 @@ class CsvLog:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row; a missing column or None is an empty cell, never 0."""
+        self._last = os.fstat(self._file.fileno()).st_size, self._checked(row)
+        self._put(row)
+
+    def amend(self, cells: Mapping[str, Any]) -> bool:
+        """Put ``cells`` into the last row written, once more on disk; False where this log has written none."""
+        if self._last is None:
+            return False
+        start, row = self._last
+        whole = self._checked({**row, **cells})
+        self._file.truncate(start)
+        self._last = start, whole
+        self._put(whole)
+        return True
+
+    def _checked(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         unknown = set(row) - set(self.columns)
         if unknown:
             raise ValueError(f"csv log {self.path} has no column {sorted(unknown)[0]}; it has {list(self.columns)}")
-        self._put(row)
+        return row
 
     def _put(self, row: Mapping[str, Any]) -> None:
         # One write per row: a reader that looks at the file meanwhile never sees half a row of ours.

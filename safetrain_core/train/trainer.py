@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from ..config import TrainConfig
-from ..distributed import is_main, rank, world_size
+from ..distributed import PAUSE, agree, is_main, rank, world_size
 from ..errors import TrainingFailed
 from ..records import BASE_COLUMNS, GRADIENT_COLUMNS, StepLog
 from ..step.deferred import DeferredSteps, can_defer
@@ -21,9 +21,10 @@ from .keeper import Keeper
 from .result import FitResult
 from .retries import Retries
 from .safe_state import SafeState
-from .setup import amp_from_config, refuse_what_is_not_there_yet, seed_everything
+from .setup import amp_from_config, seed_everything
 from .signals import StopSignals
 from .telemetry import Attempt, CsvLog, block_columns, blocks_of, gradient_cells, row_cells
+from .thermal_setup import thermal_from_config
 from .validation import validate
 
 __all__ = ["SafeTrainer"]
@@ -51,6 +52,10 @@ class SafeTrainer:
             else it goes back to a copy in memory, and the data goes on.
         identity: plain values that say what model and data these are; a checkpoint with others is not resumed.
         blocks: name -> module or parameters, for ``enable_block_grad_norms``; default: the model's top-level blocks.
+        thermal_source: what ``gpu_temp_guard`` reads instead of NVML: called without arguments, gives degrees Celsius,
+            a ``GpuReading``, or None for unknown. A mapping from device to source for several devices.
+        thermal_devices: where ``switch_on_thermal`` may move the run, by preference, the model's own device first.
+            While ``nan_check_interval`` is above 1, a pause or a switch waits for the look, an abort does not.
 
     ``fit()`` seeds Python, NumPy and torch with ``config.seed``, so that two runs of one config are the same run.
 
@@ -78,8 +83,9 @@ class SafeTrainer:
         checkpoint_dir: str | Path | None = None,
         identity: Mapping[str, Any] | None = None,
         blocks: Mapping[str, Any] | None = None,
+        thermal_source: Any = None,
+        thermal_devices: Sequence[Any] | None = None,
     ) -> None:
-        refuse_what_is_not_there_yet(config)
         batches = len(train_loader) if isinstance(train_loader, Sized) else None
         for name, loader in (("train_loader", train_loader), ("val_loader", val_loader)):
             if isinstance(loader, Sized) and len(loader) == 0:
@@ -95,6 +101,9 @@ class SafeTrainer:
         if checkpoint_dir is not None:
             self._keeper = Keeper(checkpoint_dir, config, self.amp, self._cursor, self._retries, self.result, identity)
             self._retries.newest_good = self._keeper.newest_good
+        self._thermal = thermal_from_config(
+            config, self.amp, self._cursor, self.result, thermal_source, thermal_devices, self._retries.newest_good
+        )
         self._resumed = self._continues = self._fitted = False
         self._blocks = blocks_of(model, blocks) if config.enable_block_grad_norms else {}
 
@@ -107,6 +116,7 @@ class SafeTrainer:
         self._begun: tuple[int, int] | None = None
         self._attempting = False
         self._stop = StopSignals()
+        self._asked = PAUSE  # before the first window temperatures are looked at
         self._validated_at: int | None = None
 
     def resume(self, path: str | Path | None = None) -> Path | None:
@@ -131,6 +141,7 @@ class SafeTrainer:
 
         Raises:
             TrainingFailed: more bad steps than ``max_nan_retries``; the result is its ``.result``.
+            ThermalAbort: the device is critical or its sensor lost; with a ``checkpoint_dir``, saved first.
             ValueError: batches that are not pairs or do not fit; a CSV that cannot be written; a second call.
         """
         config, result = self.config, self.result
@@ -143,6 +154,8 @@ class SafeTrainer:
             seed_everything(config.seed + rank())
         self.model.train()
         with contextlib.ExitStack() as stack:
+            if self._thermal is not None:
+                stack.enter_context(self._thermal)
             csv = self._open_log(stack)
             self._stop = stack.enter_context(StopSignals())
             try:
@@ -164,12 +177,14 @@ class SafeTrainer:
             self._safe.capture()
         if keeper is not None and keeper.validation_due:
             keeper.save_if_due(self._measure())
-        while not self._ended() and self._one_pass(csv):
+        while not self._ended() and self._cool(csv) and self._one_pass(csv):
             pass
         if self._deferred is not None:
             self._take_in(self._deferred.look(), csv)
         if self.val_loader is not None and self._stop.received is None and self._validated_at != self.state.updates:
             val_loss = self._measure()
+            if val_loss is None:  # cut short: by a signal, or by the thermal guard, which says so
+                self._cool(csv)
             if keeper is not None:
                 keeper.save_if_due(val_loss)
         self._save_what_stands()
@@ -200,9 +215,32 @@ class SafeTrainer:
             self._begun, self._attempting = None, False
             if self._take_in(rows, csv):
                 return True
-            if self._ended():
+            if self._ended() or not self._cool(csv):
                 return False
         return False
+
+    def _cool(self, csv: CsvLog | None) -> bool:
+        """Wait while the thermal guard holds the run; False where a signal came, ``ThermalAbort`` where it ends it."""
+        thermal = self._thermal
+        if thermal is None:
+            return True
+        if self._deferred is not None and thermal.critical:
+            self._take_in(self._deferred.look(), csv)
+        if self._waiting or not self._asked & PAUSE:
+            return True
+        self._asked = PAUSE if world_size() == 1 else 0  # several ranks look where one of them has asked for it
+        cool = thermal.before_window(csv, self._save_what_stands, self._interrupted)
+        if not cool:
+            self._stop.obey(agree(self._stop.requests(), self.amp.device))
+        return cool
+
+    def _interrupted(self) -> bool:
+        return self._stop.received is not None or self._stop.requests() > 0
+
+    def _requests(self) -> int:
+        """What this rank asks of all at the next step: to stop, to save, to look at temperatures."""
+        asked = self._stop.requests(take=True) | (self._keeper.requests() if self._keeper is not None else 0)
+        return asked | (PAUSE if self._thermal is not None and world_size() > 1 and self._thermal.hot else 0)
 
     def _ended(self) -> bool:
         # With an interval a signal waits for the look: a look ahead of time would not be the same run when resumed.
@@ -220,7 +258,8 @@ class SafeTrainer:
         path = self.config.csv_log_path
         if path is None or not is_main():
             return None
-        columns = [*BASE_COLUMNS, *GRADIENT_COLUMNS, *block_columns(self._blocks)]
+        heat = self._thermal.columns if self._thermal is not None else []
+        columns = [*BASE_COLUMNS, *GRADIENT_COLUMNS, *block_columns(self._blocks), *heat]
         rotate, after = self.config.csv_rotate_on_schema_change, self.state.step if self._continues else None
         return stack.enter_context(CsvLog(path, columns, rotate=rotate, resume_after=after))
 
@@ -228,7 +267,7 @@ class SafeTrainer:
         """Attempt one step; the rows that are known now: its own, none yet, or all since the last look."""
         start, step = time.perf_counter(), self._next_step
         rows: list[StepLog] = []
-        gradients: dict[str, float] = {}
+        cells = self._thermal.cells(step) if self._thermal is not None else {}
         if self._deferred is not None:
             self._deferred.attempt(window)
             pending = len(self._deferred)
@@ -238,12 +277,12 @@ class SafeTrainer:
             light = step % self.config.gradient_log_interval == 0
             heavy = bool(self._blocks) and step % self.config.telemetry_log_interval == 0
             examine = self._look_every > 1 and step % self._look_every == 0
-            requests = self._stop.requests() | (self._keeper.requests() if self._keeper is not None else 0)
-            rows = [self.amp.step_window(window, detail=light or heavy, examine=examine, requests=requests)]
+            rows = [self.amp.step_window(window, detail=light or heavy, examine=examine, requests=self._requests())]
             self._stop.obey(self.amp.requests)
-            gradients = gradient_cells(self.amp.detail, self._blocks if heavy else {}, statistics=light)
+            self._asked |= self.amp.requests
+            cells |= gradient_cells(self.amp.detail, self._blocks if heavy else {}, statistics=light)
         samples = world_size() * sum(samples_in(targets) for _, targets in window)
-        self._waiting.append(Attempt(begin, samples, time.perf_counter() - start, gradients))
+        self._waiting.append(Attempt(begin, samples, time.perf_counter() - start, cells))
         return rows
 
     def _take_in(self, rows: list[StepLog], csv: CsvLog | None) -> bool:
@@ -312,10 +351,17 @@ class SafeTrainer:
         return self.result.val_loss
 
     def validate(self) -> float | None:
-        """Mean loss over ``val_loader`` in eval mode, None if a signal ended it; ``ValueError`` without a loader."""
+        """Mean loss over ``val_loader`` in eval mode; None if a signal or heat ended it. ``ValueError`` without one."""
         if self.val_loader is None:
             raise ValueError("there is no val_loader to validate on; pass one to SafeTrainer")
-        return validate(self.amp, self.val_loader, should_stop=lambda: self._stop.received is not None)
+        thermal = self._thermal
+        return validate(
+            self.amp,
+            self.val_loader,
+            should_stop=lambda: (
+                world_size() == 1 and (self._interrupted() or (thermal is not None and thermal.critical))
+            ),
+        )
 
 
 def _crossed(every: int, before: int, now: int) -> bool:

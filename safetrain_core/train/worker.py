@@ -23,7 +23,7 @@ from ..checkpoint.single import model_state
 from ..config import TrainConfig
 from ..corpus import Corpus
 from ..distributed import is_main, mains, rank, world_size
-from ..errors import TrainingFailed
+from ..errors import ThermalAbort, TrainingFailed
 from ..minigpt import MiniGPT, MiniGPTConfig, next_token_loss
 from .console import plain_warnings, row_printer, say
 from .lock import folder_lock
@@ -223,18 +223,18 @@ def _run(job: Job) -> Report:
             atomic_write_text(yaml.safe_dump(resolved, sort_keys=False), out / "config.yaml")
             if not job.quiet:
                 say(about)
-        failure = None
+        failure, ended = None, 0
         try:
             result = trainer.fit()
-        except TrainingFailed as stop:
-            failure, result = str(stop), stop.result
+        except (TrainingFailed, ThermalAbort) as stop:
+            failure, result, ended = str(stop), stop.result, 75 if isinstance(stop, ThermalAbort) else 1
     if job.witness:
         digests[result.state.step] = state_digest(trainer.amp)
     if result.status == "completed":
         whole = _whole_weights(model)
         if main:
             atomic_save(whole, out / "final.pt")
-    status = 1 if failure is not None else 0 if result.signal is None else 128 + result.signal
+    status = ended if failure is not None else 0 if result.signal is None else 128 + result.signal
     return Report(status, result, rank_facts(model, trainer.amp.optimizer), began, digests, failure)
 
 

@@ -126,3 +126,21 @@ def test_a_blocks_norm_is_the_norm_of_its_gradients():
     for name, value in block_norms(blocks_of(model), norm_of).items():
         layer = model[int(name.removeprefix("grad_norm_"))]
         assert value == pytest.approx(nn.utils.get_total_norm([p.grad for p in layer.parameters()]).item())
+
+
+def test_amending_puts_cells_into_the_last_row_of_this_log_and_touches_no_other(tmp_path):
+    path = tmp_path / "m.csv"
+    with CsvLog(path, ["step", "loss", "thermal_event"]) as log:
+        assert log.amend({"thermal_event": "early"}) is False
+        log.write({"step": 1, "loss": 0.5})
+        log.write({"step": 2, "loss": 0.25})
+        assert log.amend({"thermal_event": "paused 86 C"})
+        assert log.amend({"thermal_event": "paused 86 C; resumed 74 C"})
+        assert path.read_text().splitlines()[1:] == ["1,0.5,", "2,0.25,paused 86 C; resumed 74 C"]
+        with pytest.raises(ValueError, match="has no column heat"):
+            log.amend({"heat": 1})
+        log.write({"step": 3, "loss": 0.1})
+    with CsvLog(path, ["step", "loss", "thermal_event"], resume_after=2) as log:
+        assert log.amend({"thermal_event": "another run's row"}) is False
+        log.write({"step": 3, "loss": 0.1})
+    assert path.read_text().splitlines()[1:] == ["1,0.5,", "2,0.25,paused 86 C; resumed 74 C", "3,0.1,"]

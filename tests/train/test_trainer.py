@@ -190,7 +190,7 @@ def test_rows_in_memory_are_bounded_while_the_log_has_them_all(tmp_path, monkeyp
         (
             batches(1),
             {"gpu_temp_guard": True},
-            "gpu_temp_guard=true is not available in this version; leave it at false",
+            "gpu_temp_guard has no source of temperatures",
         ),
         (batches(1), {"gpu_temp_guard": True}, "gpu_temp_guard=true is not available"),
         ([(torch.zeros(4, 3), torch.zeros(4, 7))], {}, r"targets \(4, 7\); mse_loss would broadcast"),
