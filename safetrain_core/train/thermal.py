@@ -169,7 +169,7 @@ class Thermal:
         def wish() -> Wish:
             nonlocal own, agreed
             own = Wish.STOP if should_stop() else self._wish()
-            # The one point where ranks agree: the largest wish of all is everyone's. On one process, its own.
+            # The largest wish of all ranks is everyone's; they come here where one has asked for it in its last step.
             agreed = Wish(agree(own, self._device()))
             return agreed
 

@@ -192,7 +192,6 @@ def test_rows_in_memory_are_bounded_while_the_log_has_them_all(tmp_path, monkeyp
             {"gpu_temp_guard": True},
             "gpu_temp_guard has no source of temperatures",
         ),
-        (batches(1), {"gpu_temp_guard": True}, "gpu_temp_guard=true is not available"),
         ([(torch.zeros(4, 3), torch.zeros(4, 7))], {}, r"targets \(4, 7\); mse_loss would broadcast"),
         ([(torch.zeros(4, 9), torch.zeros(4, 1))], {}, r"shapes \(4, 9\) and \(4, 1\) does not fit"),
     ],
