@@ -19,10 +19,8 @@ class Evidence:
     values: Mapping[str, float | int | str | None] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        told = ", ".join(
-            f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
-            for name, value in self.values.items()
-        )
+        shown = {name: f"{value:.6g}" if isinstance(value, float) else value for name, value in self.values.items()}
+        told = ", ".join(f"{name} {value}" for name, value in shown.items())
         return told if self.step is None else f"step {self.step}: {told}"
 
 
