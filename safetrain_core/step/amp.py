@@ -238,8 +238,9 @@ class AmpTrainState:
 
     def begin_window(self) -> None:
         """Clear gradients, and keep the buffers in case the step is refused."""
-        self.passes.flush()
         self.buffers.keep()
+        if self.passes.flush():
+            self.buffers.restore()
         self._clear_gradients()
 
     def leave_no_trace(self, *, overflowed: bool) -> None:

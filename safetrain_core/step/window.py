@@ -136,13 +136,18 @@ class WindowPass:
             raise ValueError(UNCONNECTED)
         return torch.stack([x.sum() * 0 for x in outputs]).sum()
 
-    def flush(self) -> None:
+    def flush(self) -> bool:
         """End a window that was given up between its first micro-batch and its last.
 
         FSDP2 keeps gradients that were not synced yet out of reach of ``zero_grad``, for the next sync. So one more
         backward is made, with sync, and what it adds up is cleared with the gradients. All ranks have to be here.
+
+        Returns:
+            Whether it was made; it has moved BatchNorm's and other buffers then.
         """
         given_up, self._unsynced = self._unsynced, ()
-        if hasattr(self.model, "set_requires_gradient_sync"):
-            for inputs, _ in given_up:
-                self._nothing(inputs).backward()
+        if not given_up or not hasattr(self.model, "set_requires_gradient_sync"):
+            return False
+        for inputs, _ in given_up:
+            self._nothing(inputs).backward()
+        return True
