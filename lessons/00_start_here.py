@@ -163,7 +163,7 @@ show(
 # | 4 | The logged norm is in the thousands and follows the scaling factor | the clip sees gradients that are still multiplied by it | `scaler.unscale_(optimizer)`, then the norm and the clip | [lesson 01](01_clipping_amp.ipynb) |
 # | 5 | SKIP rows by the hundred in each epoch | the values themselves do not fit float16; no factor can help | an alert above 5 % skipped; then better units, or bfloat16 | [lesson 01](01_clipping_amp.ipynb) |
 # | 6 | Accumulating over K micro-batches makes steps K times too large | each micro-batch's loss was used whole | divide each loss by K | [lesson 02](02_accumulation.ipynb) |
-# | 7 | The loss curve after a resume is not the one before it | the random number generators started afresh | save their state, and restore it last | [lesson 03](03_checkpoint_resume.ipynb) |
+# | 7 | The loss curve after a resume is not the one before it | the random number generators started afresh | save their state, and restore it last | [lesson 03](03_checkpoint_resume.ipynb), [lesson 08](08_distributed_run.ipynb) |
 # | 8 | Out of memory in the forward pass, though the weights fit | every layer's activations wait for the backward pass | keep few of them and compute the rest again | lesson 05 (coming) |
 #
 # <!-- /training -->
@@ -200,7 +200,7 @@ show(
 # | 05 | Gradient checkpointing (coming) | What does memory cost in recomputation? | 30 |
 # | 06 | Thermal guard (coming) | What should training do when the device runs hot? | 25 |
 # | 07 | Low-rank gradients (coming) | How small can optimizer state get? | 30 |
-# | 08 | The whole run, on four ranks (coming) | Do all the guards hold together? | 35 |
+# | 08 | [The whole run, on four ranks](08_distributed_run.ipynb) | Do all the guards hold together? | 35 |
 #
 # <!-- /lessons -->
 #

@@ -138,6 +138,7 @@ TRAINING = (
         "the random number generators started afresh",
         "save their state, and restore it last",
         "03_checkpoint_resume",
+        also="08_distributed_run",
     ),
     Symptom(
         "Out of memory in the forward pass, though the weights fit",
@@ -233,7 +234,7 @@ def symptom_table(symptoms: tuple[Symptom, ...]) -> str:
     """What you see, why, what fixes it, where."""
     rows = [
         f"| {SYMPTOMS.index(s) + 1} | {s.seen} | {s.cause} | {s.fix} | "
-        f"{', '.join(link(name) for name in (s.also, s.lesson) if name)} |"
+        f"{', '.join(link(name) for name in sorted({s.also, s.lesson} - {''}))} |"
         for s in symptoms
     ]
     return "\n".join(
