@@ -31,7 +31,8 @@ class Finding:
     Args:
         symptom: what is seen, in a few words. rule: the name of the rule that found it, a stable identifier.
         severity: one of ``SEVERITIES``. evidence: what shows it, the most telling first.
-        cause: why that happens. fix: what to change. lesson: number and name, for example ``01_clipping_amp``; "" = none.
+        cause: why that happens. fix: what to change.
+        lesson: number and name, for example ``01_clipping_amp``; "" = none.
 
     Raises:
         ValueError: another severity.
