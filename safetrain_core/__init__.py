@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .checkpoint.atomic import atomic_save
     from .checkpoint.dcp import load_dcp, save_dcp
-    from .checkpoint.manifest import ShardManifest, rotate_checkpoints
+    from .checkpoint.manifest import CHECKPOINT_STEP, ShardManifest, rotate_checkpoints
     from .checkpoint.rng import capture_rng_state, restore_rng_state
     from .checkpoint.rolling import Checkpoints
     from .checkpoint.sharded import load_shard, load_sharded, reshard, save_shard, save_sharded
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 _HOME = {
     "AmpTrainState": "step.amp",
     "CHECKPOINT_SCHEMA": "checkpoint.single",
+    "CHECKPOINT_STEP": "checkpoint.manifest",
     "CheckpointError": "errors",
     "Checkpoints": "checkpoint.rolling",
     "Corpus": "corpus",

@@ -25,6 +25,7 @@ from ..errors import CheckpointError
 from .atomic import StrPath, atomic_write_bytes, sync_folder
 
 __all__ = [
+    "CHECKPOINT_STEP",
     "MANIFEST",
     "Shard",
     "ShardManifest",
@@ -35,6 +36,9 @@ __all__ = [
 ]
 
 MANIFEST = "manifest.json"
+
+#: The step at which the lessons' sharded runs save, and from which their second halves resume.
+CHECKPOINT_STEP = 10
 
 #: Of flat shards. A schema starts with ``ckpt``, as that of a one-file checkpoint does.
 SHARD_SCHEMA = "ckpt.shards.v1"
