@@ -445,12 +445,17 @@ second = launch(resumed, args.ranks, plan.job, plan.at, timeout_s=110)
 holds, words = verdict(run, second, plan.at)
 say(words)
 claim(holds and words.startswith("RESUME VERIFIED"), "the second launch is the same run")
-reloaded = [a.digests[plan.at] == b.digests[plan.at] for a, b in zip(run, second, strict=True)]  # fmt: skip
+reloaded = [
+    a.digests[plan.at] == b.digests[plan.at] for a, b in zip(run, second, strict=True)
+]
 again = lab.losses_of(second[0])
 rest = [losses[0][step] for step in again]
 print(f"shards reloaded byte-equal: {sum(reloaded)} of {args.ranks}")
 print("largest difference of a loss:", lab.largest_gap(rest, list(again.values())))
-claim(list(again) == list(range(plan.at + 1, args.num_steps + 1)), "it took the steps after the checkpoint, and no others")  # fmt: skip
+claim(
+    list(again) == list(range(plan.at + 1, args.num_steps + 1)),
+    "it took the steps after the checkpoint, and no others",
+)
 
 # %%
 show(
@@ -461,7 +466,7 @@ show(
 )
 
 # %% [markdown]
-# In a shell, `--verify-resume` does the same. And if a bit of one of those files turns over? All ranks refuse, before any of them has loaded anything:
+# In a shell, `--verify-resume` does the same. And if a bit of one of those files turns over? Every load begins with `verify_dcp`:
 
 # %%
 lab.flip_one_bit(plan.checkpoint / manifest.part / "__1_0.distcp")
@@ -479,15 +484,18 @@ else:
 # The worker is the same function; only who starts it changes. `launch` is for one machine, notebooks and tests. On one machine, torchrun starts the same run:
 #
 # ```sh
-# torchrun --nproc-per-node 4 -m safetrain_core train --max-steps 20 --layers 2 --width 32 --heads 4 --gradient-accumulation-steps 2 \
-#     --checkpoint-every-n-steps 10 --verify-resume --out runs/four
+# torchrun --nproc-per-node 4 \
+#     -m safetrain_core train --max-steps 20 --layers 2 --width 32 --heads 4 --dropout 0.1 \
+#     --gradient-accumulation-steps 2 --checkpoint-every-n-steps 10 --verify-resume --out runs/four
 # ```
 #
 # On two machines with eight GPUs each, run this on both:
 #
 # ```sh
-# torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint first-machine:29500 --rdzv-id run7 --max-restarts 3 \
-#     -m safetrain_core train --device cuda --steps 10000 --checkpoint-every-seconds 1200 --out /shared/runs/run7 --resume auto
+# torchrun --nnodes 2 --nproc-per-node 8 --max-restarts 3 \
+#     --rdzv-backend c10d --rdzv-endpoint first-machine:29500 --rdzv-id run7 \
+#     -m safetrain_core train --device cuda --steps 10000 --checkpoint-every-seconds 1200 \
+#     --out /shared/runs/run7 --resume auto
 # ```
 #
 # What changes: `--device cuda` brings nccl in gloo's place, and rank r of a machine takes GPU r. `--out` has to be a folder that all machines see, since each rank writes its own
