@@ -101,7 +101,8 @@ my_guess = ""  # for example: "the others take the step without it"
 # ## 2. Break it
 #
 # The next cell starts the ranks, real processes that talk through gloo, and lets them try this and three more naive ways, one after the other.
-# A wait for another rank ends after 5 seconds here; by default it is minutes. What the ranks find comes back as values.
+# A wait for another rank ends after 5 seconds here; by default it is minutes. What the ranks find comes back as values. (Their loops are in
+# [support/distributed_worker.py](support/distributed_worker.py), since a process that is started cannot see a notebook's functions.)
 
 # %%
 broken = launch(worker.broken, args.ranks, plan, timeout_s=110)
@@ -110,7 +111,16 @@ good = [rank for rank in range(args.ranks) if rank != lab.FAULTY]
 # %% [markdown]
 # ### A rank that leaves out its backward
 #
-# The first way. In each row are the steps whose gradients the rank shared with the others, in order.
+# ```python
+# loss = next_token_loss(model(x), y)
+# if not torch.isfinite(loss):
+#     continue  # nothing is spoilt yet
+# optimizer.zero_grad()
+# loss.backward()  # DistributedDataParallel averages the gradients over the ranks in here
+# optimizer.step()
+# ```
+#
+# In each row are the steps whose gradients the rank shared with the others, in order.
 
 # %%
 lefts = [found.left for found in broken]
@@ -142,8 +152,15 @@ claim(
 #
 # ### A rank that skips alone
 #
-# So every rank has to make its backward. Then let each look at its own loss, and call `optimizer.step()` only if it is finite. Nothing hangs
-# now. Predict: what do you see in the losses?
+# So every rank has to make its backward. Then let each look at its own loss, and step only if it is finite:
+#
+# ```python
+# loss.backward()
+# if torch.isfinite(loss):
+#     optimizer.step()
+# ```
+#
+# Nothing hangs now. Predict: what do you see in the losses?
 
 # %%
 my_guess = ""
@@ -211,9 +228,15 @@ claim(any(m == m for m in maxima[0]), "MAX over floats loses a NaN, depending on
 # %% [markdown]
 # ### A checkpoint with one random state
 #
-# Last, a resume. Each rank draws its own dropout masks, from a random state of its own. This loop saves model, optimizer and
-# `torch.get_rng_state()` with `torch.distributed.checkpoint` (DCP), which writes each rank's part of the sharded weights. It saves in mid-run,
-# goes on to the end, and then resumes. Predict: what does DCP do with four random states that have one name?
+# Last, a resume. Each rank draws its own dropout masks, from a random state of its own. This loop saves with `torch.distributed.checkpoint` (DCP), which
+# writes each rank's part of the sharded weights:
+#
+# ```python
+# weights, moments = get_state_dict(model, optimizer)
+# dcp.save({"model": weights, "optimizer": moments, "random": torch.get_rng_state()}, checkpoint_id=folder)
+# ```
+#
+# It saves in mid-run, goes on to the end, and then resumes. Predict: what does DCP do with four random states that have one name?
 
 # %%
 my_guess = ""
@@ -281,8 +304,8 @@ def step_by_hand(model, optimizer, x, y):
 # %% [markdown]
 # Three rules are in these lines. Every rank makes every pass; every rank calls every collective, in the same order; and a rank decides only by what all of them know.
 #
-# The second launch trains with this step and with the package's, beside each other, with the fault on rank 1 in step 3. (The ranks are other processes
-# and cannot see a notebook's functions, so the text of these two is sent to them.) Then it does the whole run. Predict: how many ranks skip step 3?
+# The next launch trains with this step and with the package's, beside each other, with the fault on rank 1 in step 3. (The text of these two functions is
+# sent to the ranks.) Then it does the whole run. Predict: how many ranks skip step 3?
 
 # %%
 my_guess = ""
@@ -422,12 +445,17 @@ second = launch(resumed, args.ranks, plan.job, plan.at, timeout_s=110)
 holds, words = verdict(run, second, plan.at)
 say(words)
 claim(holds and words.startswith("RESUME VERIFIED"), "the second launch is the same run")
-reloaded = [a.digests[plan.at] == b.digests[plan.at] for a, b in zip(run, second, strict=True)]  # fmt: skip
+reloaded = [
+    a.digests[plan.at] == b.digests[plan.at] for a, b in zip(run, second, strict=True)
+]
 again = lab.losses_of(second[0])
 rest = [losses[0][step] for step in again]
 print(f"shards reloaded byte-equal: {sum(reloaded)} of {args.ranks}")
 print("largest difference of a loss:", lab.largest_gap(rest, list(again.values())))
-claim(list(again) == list(range(plan.at + 1, args.num_steps + 1)), "it took the steps after the checkpoint, and no others")  # fmt: skip
+claim(
+    list(again) == list(range(plan.at + 1, args.num_steps + 1)),
+    "it took the steps after the checkpoint, and no others",
+)
 
 # %%
 show(
@@ -438,7 +466,7 @@ show(
 )
 
 # %% [markdown]
-# In a shell, `--verify-resume` does the same. And if a bit of one of those files turns over? All ranks refuse, before any of them has loaded anything:
+# In a shell, `--verify-resume` does the same. And if a bit of one of those files turns over? Every load begins with `verify_dcp`:
 
 # %%
 lab.flip_one_bit(plan.checkpoint / manifest.part / "__1_0.distcp")
@@ -456,15 +484,18 @@ else:
 # The worker is the same function; only who starts it changes. `launch` is for one machine, notebooks and tests. On one machine, torchrun starts the same run:
 #
 # ```sh
-# torchrun --nproc-per-node 4 -m safetrain_core train --max-steps 20 --layers 2 --width 32 --heads 4 --gradient-accumulation-steps 2 \
-#     --checkpoint-every-n-steps 10 --verify-resume --out runs/four
+# torchrun --nproc-per-node 4 \
+#     -m safetrain_core train --max-steps 20 --layers 2 --width 32 --heads 4 --dropout 0.1 \
+#     --gradient-accumulation-steps 2 --checkpoint-every-n-steps 10 --verify-resume --out runs/four
 # ```
 #
 # On two machines with eight GPUs each, run this on both:
 #
 # ```sh
-# torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint first-machine:29500 --rdzv-id run7 --max-restarts 3 \
-#     -m safetrain_core train --device cuda --steps 10000 --checkpoint-every-seconds 1200 --out /shared/runs/run7 --resume auto
+# torchrun --nnodes 2 --nproc-per-node 8 --max-restarts 3 \
+#     --rdzv-backend c10d --rdzv-endpoint first-machine:29500 --rdzv-id run7 \
+#     -m safetrain_core train --device cuda --steps 10000 --checkpoint-every-seconds 1200 \
+#     --out /shared/runs/run7 --resume auto
 # ```
 #
 # What changes: `--device cuda` brings nccl in gloo's place, and rank r of a machine takes GPU r. `--out` has to be a folder that all machines see, since each rank writes its own
@@ -477,7 +508,7 @@ else:
 #
 # ### Memory
 #
-# The second launch also cut the same model over fewer ranks. For every weight there are 12 bytes: 4 for its FP32 value and 8 for AdamW's two moments. Predict: what is
+# The launch with the whole run also cut the same model over fewer ranks. For every weight there are 12 bytes: 4 for its FP32 value and 8 for AdamW's two moments. Predict: what is
 # on each of 2 ranks, and on each of 4?
 
 # %%

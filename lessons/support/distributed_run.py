@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetrain_core import MiniGPT, MiniGPTConfig, StepLog, TrainConfig
+from safetrain_core import CHECKPOINT_STEP, MiniGPT, MiniGPTConfig, StepLog, TrainConfig
 from safetrain_core.checkpoint.dcp_files import DcpManifest
 from safetrain_core.corpus import default_corpus_files, read_text
 from safetrain_core.train.ranks import RankFacts
@@ -31,9 +31,6 @@ FAULTY, BAD = 1, 3
 
 #: Steps of the experiments beside the run; rows of a batch; learning rate; micro-batches of a window.
 SHORT, LONG, ROWS, LR, ACCUM = 6, 12, 8, 3e-3, 2
-
-#: Where the run is saved in mid-run: the CHECKPOINT_STEP of the end-to-end run.
-CHECKPOINT_STEP = 10
 
 #: Every character of the lesson's text: 96, so that all dimensions of the model divide by 2, 4 and 8.
 CHARACTERS = string.printable[:95] + "\n"
