@@ -165,16 +165,24 @@ def _starting(in_main: bool) -> Iterator[None]:
 
     multiprocessing imports the script that the caller runs; a script without a ``__main__`` guard, as a lesson is,
     would start itself again there. Only a worker that lives in the script needs that.
+
+    The server that forks the ranks is a ``python -c``, which looks for modules in the current folder first: it is told
+    to look where this process does.
     """
+    places = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    changed = {"PYTHONPATH": places, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with PROCESS_WIDE:
-        threads = os.environ.get("OMP_NUM_THREADS")
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        before = {name: os.environ.get(name) for name in changed}
+        os.environ.update(changed)
         try:
             with contextlib.nullcontext() if in_main else _main_hidden():
                 yield
         finally:
-            if threads is None:
-                del os.environ["OMP_NUM_THREADS"]
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 class _Ranks:

@@ -304,3 +304,13 @@ def test_signals_reach_every_rank_where_that_is_asked_for_and_the_results_come(t
     assert got == [[name], [name]]
     assert signal.getsignal(getattr(signal, name)) is before
     assert left(tmp_path) == []
+
+
+def test_the_ranks_take_the_package_from_where_the_caller_does_not_from_the_current_folder(tmp_path):
+    (tmp_path / "safetrain_core").mkdir()
+    (tmp_path / "safetrain_core" / "__init__.py").write_text("raise RuntimeError('another checkout')\n")
+    script = tmp_path / "elsewhere" / "script.py"
+    script.parent.mkdir()
+    script.write_text("import os\nfrom safetrain_core import launch\nprint(launch(os.getpid, 2)[0] > 0)\n")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert done.stdout == "True\n", done.stderr
