@@ -67,7 +67,7 @@ from safetrain_core import (
     rotate_checkpoints,
     save_sharded,
 )
-from safetrain_core.checkpoint.manifest import all_checkpoints
+from safetrain_core.checkpoint.folders import all_checkpoints
 
 from support import (
     about,
@@ -989,7 +989,7 @@ say(check_loop(loop))
 #
 # ```python
 # from safetrain_core import load_shard, rotate_checkpoints, save_shard
-# from safetrain_core.checkpoint.manifest import all_checkpoints
+# from safetrain_core.checkpoint.folders import all_checkpoints
 #
 # # under torchrun, on every rank; state: {"param_shard": my_piece, "optimizer": ..., "step": step}
 # save_shard(state, f"runs/mine/step_{step:08d}", rank=rank, world_size=world_size, step=step)

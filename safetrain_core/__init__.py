@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .checkpoint.atomic import atomic_save
     from .checkpoint.dcp import load_dcp, save_dcp
-    from .checkpoint.manifest import CHECKPOINT_STEP, ShardManifest, rotate_checkpoints
+    from .checkpoint.folders import rotate_checkpoints
+    from .checkpoint.manifest import CHECKPOINT_STEP, ShardManifest
+    from .checkpoint.reshard import reshard
     from .checkpoint.rng import capture_rng_state, restore_rng_state
     from .checkpoint.rolling import Checkpoints
-    from .checkpoint.sharded import load_shard, load_sharded, reshard, save_shard, save_sharded
+    from .checkpoint.sharded import save_shard, save_sharded
+    from .checkpoint.sharded_read import load_shard, load_sharded
     from .checkpoint.single import CHECKPOINT_SCHEMA, load_checkpoint, save_checkpoint
     from .config import TrainConfig
     from .corpus import Corpus
@@ -114,8 +117,8 @@ _HOME = {
     "launch": "launcher",
     "load_checkpoint": "checkpoint.single",
     "load_dcp": "checkpoint.dcp",
-    "load_shard": "checkpoint.sharded",
-    "load_sharded": "checkpoint.sharded",
+    "load_shard": "checkpoint.sharded_read",
+    "load_sharded": "checkpoint.sharded_read",
     "loss_scaled_for_accum": "step.accumulate",
     "make_schedule": "optim.schedule",
     "measure_recompute": "memory.measure",
@@ -130,10 +133,10 @@ _HOME = {
     "predict_state_bytes": "optim.state_bytes",
     "projection_error": "optim.projection",
     "remove_recompute": "memory.recompute",
-    "reshard": "checkpoint.sharded",
+    "reshard": "checkpoint.reshard",
     "restore_rng_state": "checkpoint.rng",
     "rolling_skip_rate": "records",
-    "rotate_checkpoints": "checkpoint.manifest",
+    "rotate_checkpoints": "checkpoint.folders",
     "save_checkpoint": "checkpoint.single",
     "save_dcp": "checkpoint.dcp",
     "save_shard": "checkpoint.sharded",

@@ -126,7 +126,8 @@ def shard_of(number, length=5):
 def saves_its_shard(folder, step, trouble=None):
     """What the save raised or returned, and the shard read back."""
     from safetrain_core import CheckpointError
-    from safetrain_core.checkpoint.sharded import load_shard, save_shard
+    from safetrain_core.checkpoint.sharded import save_shard
+    from safetrain_core.checkpoint.sharded_read import load_shard
 
     state, here = shard_of(rank(), 3 + rank()), rank() == world_size() - 1
     if trouble == "no such folder" and here:

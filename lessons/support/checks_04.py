@@ -16,7 +16,8 @@ from unittest import mock
 
 import torch
 from safetrain_core import CheckpointError, save_sharded
-from safetrain_core.checkpoint.manifest import MANIFEST, all_checkpoints
+from safetrain_core.checkpoint.folders import all_checkpoints
+from safetrain_core.checkpoint.manifest import MANIFEST
 from torch import Tensor
 
 from . import sharded_resume as lab

@@ -26,7 +26,7 @@ from safetrain_core import (
     save_shard,
     save_sharded,
 )
-from safetrain_core.checkpoint.sharded import read_manifest
+from safetrain_core.checkpoint.sharded_read import read_manifest
 
 from . import sharded_resume as lab
 

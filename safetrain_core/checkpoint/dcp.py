@@ -30,10 +30,12 @@ from torch import Tensor
 
 from ..distributed import everyones, rank, world_size
 from ..errors import CheckpointError
-from .atomic import StrPath, atomic_open, load_while, plain, sum_of, sync_folder, write_summed
+from .atomic import StrPath, atomic_open, load_while, sum_of, sync_folder, write_summed
 from .dcp_files import DCP_SCHEMA, DcpManifest, SummedFile, check_file, on_all, read_index, verify_dcp
-from .manifest import publish, sweep
+from .folders import sweep
+from .manifest import publish
 from .nested import joined, plain_part, tensors_in
+from .plain import plain
 
 __all__ = ["DcpReader", "load_dcp", "save_dcp"]
 

@@ -17,17 +17,8 @@ import torch
 from ..distributed import everyones, rank, world_size
 from ..errors import CheckpointError
 from .atomic import StrPath, sum_of
-from .manifest import (
-    MANIFEST,
-    PART_FOLDER,
-    SHARD_NAME,
-    checked_fields,
-    checked_sha256,
-    count,
-    listed,
-    read_json,
-    seconds,
-)
+from .checks import checked_fields, checked_sha256, count, listed, seconds
+from .manifest import MANIFEST, PART_FOLDER, SHARD_NAME, read_json
 
 __all__ = ["DCP_SCHEMA", "DcpManifest", "SummedFile", "check_file", "on_all", "read_index", "verify_dcp"]
 

@@ -10,8 +10,9 @@ import torch
 from ..errors import CheckpointError
 from .atomic import StrPath, verify
 from .dcp_files import DCP_SCHEMA, DcpManifest, verify_dcp
-from .manifest import FOLDER_NAME, MANIFEST, ShardManifest, read_json
-from .sharded import verify_sharded
+from .folders import FOLDER_NAME
+from .manifest import MANIFEST, ShardManifest, read_json
+from .sharded_read import verify_sharded
 
 __all__ = ["checkpoints_in", "inspect", "unfinished_in"]
 

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
-import shutil
 import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,16 +21,16 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .atomic import StrPath, atomic_write_bytes, sync_folder
+from .checks import checked_fields, checked_sha256, count, listed, no_key_twice, seconds, shown
 
 __all__ = [
     "CHECKPOINT_STEP",
     "MANIFEST",
     "Shard",
     "ShardManifest",
-    "all_checkpoints",
+    "is_checkpoint",
+    "publish",
     "read_json",
-    "remove_checkpoint",
-    "rotate_checkpoints",
 ]
 
 MANIFEST = "manifest.json"
@@ -46,14 +44,9 @@ SHARD_SCHEMA = "ckpt.shards.v1"
 #: A manifest of 200,000 files is smaller than this; a larger one is refused unread.
 LARGEST_MANIFEST = 64 * 2**20
 
-#: No size, offset or step is larger.
-LARGEST_NUMBER = 2**62
-
 SHARD_NAME = re.compile(r"rank(0|[1-9][0-9]{0,6})(\.[0-9a-f]{12})?\.bin")
-FOLDER_NAME = re.compile(r"step_([0-9]{1,18})")
 #: Where DCP's files are, inside a checkpoint folder.
 PART_FOLDER = re.compile(r"dcp\.[0-9a-f]{12}")
-TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +135,6 @@ def _shard(entry: Any, number: int, where: StrPath) -> Shard:
     return Shard(rank, path, checked_sha256(entry["sha256"], f"rank {rank}", where), **numbers)
 
 
-# --- reading what a stranger may have written -----------------------------------------------------------------
-
-
 def read_json(folder: Path) -> Any:
     """``manifest.json`` of ``folder``, decoded.
 
@@ -165,78 +155,11 @@ def read_json(folder: Path) -> Any:
             f"{path} has {about.st_size} bytes, at most {LARGEST_MANIFEST} are read; it is no manifest"
         )
     try:
-        return json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=_no_key_twice)
+        return json.loads(path.read_bytes().decode("utf-8"), object_pairs_hook=no_key_twice)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a manifest: {str(error)[:100]}; it is damaged") from error
-
-
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a key is there twice")
-    return made
-
-
-def shown(value: Any) -> str:
-    """What a stranger has written, for an error: short, without control characters, whatever it is.
-
-    >>> shown("rank0" + chr(27) + "[2J"), shown([1] * 100)
-    ("'rank0\\\\x1b[2J'", '[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,...')
-    """
-    try:
-        text = " ".join(ascii(value).split())
-    except (ValueError, RecursionError):  # an integer of many thousand digits; a list nested as deep
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 42 else text[:39] + "..."
-
-
-def checked_fields(told: Any, expected: str, names: tuple[str, ...], where: StrPath) -> dict[str, Any]:
-    """``told`` as a dict with exactly ``names``, and ``expected`` as its ``schema``."""
-    if not isinstance(told, dict):
-        raise CheckpointError(f"{where} holds a {type(told).__name__}, expected an object; it is no manifest")
-    schema = told.get("schema")
-    if not isinstance(schema, str) or not schema.startswith("ckpt"):
-        raise CheckpointError(f"unknown schema {shown(schema)} in {where}: not a safetrain checkpoint")
-    if schema != expected:
-        raise CheckpointError(f"unknown schema {shown(schema)} in {where}: expected {expected}, another kind of folder")
-    missing, more = set(names) - told.keys(), told.keys() - {*names, "schema"}
-    if missing or more:
-        what = f"lacks {min(missing)}" if missing else f"has an unknown {shown(min(more))}"
-        raise CheckpointError(f"{where} {what}; it is damaged")
-    return told
-
-
-def count(value: Any, name: str, where: StrPath, least: int = 0) -> int:
-    """``value`` as an integer from ``least`` to ``LARGEST_NUMBER``."""
-    if type(value) is not int or not least <= value <= LARGEST_NUMBER:
-        raise CheckpointError(f"{where}: {name} is {shown(value)}, expected an integer from {least} to 2**62")
-    return value
-
-
-def seconds(value: Any, where: StrPath) -> float:
-    """``value`` as a finite number."""
-    if type(value) not in (int, float) or not abs(value) < 1e18 or not math.isfinite(value):
-        raise CheckpointError(f"{where}: wall_clock_seconds is {shown(value)}, expected seconds since 1970")
-    return float(value)
-
-
-def listed(value: Any, name: str, where: StrPath) -> list[Any]:
-    """``value`` as a list."""
-    if not isinstance(value, list):
-        raise CheckpointError(f"{where}: {name} is a {type(value).__name__}, expected a list; it is damaged")
-    return value
-
-
-def checked_sha256(value: Any, whose: str, where: StrPath) -> str:
-    """``value`` as 64 lower-case hexadecimal digits."""
-    if not isinstance(value, str) or not re.fullmatch(r"[0-9a-f]{64}", value):
-        raise CheckpointError(f"{where}: the sha256 of {whose} is {shown(value)}, expected 64 hexadecimal digits")
-    return value
-
-
-# --- folders ----------------------------------------------------------------------------------------------------
 
 
 def publish(told: dict[str, Any], folder: Path) -> None:
@@ -253,91 +176,3 @@ def is_checkpoint(folder: Path) -> bool:
     except CheckpointError:
         return False
     return isinstance(told, dict) and str(told.get("schema")).startswith("ckpt")
-
-
-def all_checkpoints(parent: StrPath) -> list[Path]:
-    """The folders ``step_<n>`` of ``parent`` that have a manifest, oldest first by number; links are not followed.
-
-    >>> all_checkpoints("no-such-folder")
-    []
-    """
-    return [folder for folder in _step_folders(Path(parent)) if is_checkpoint(folder)]
-
-
-def step_of(folder: Path) -> int:
-    """The number in ``step_<n>``."""
-    match = FOLDER_NAME.fullmatch(folder.name)
-    return int(match[1]) if match else -1
-
-
-def _step_folders(parent: Path) -> list[Path]:
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(parent) as entries:
-        found = [
-            Path(parent, e.name) for e in entries if FOLDER_NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False)
-        ]
-        return sorted(found, key=lambda folder: (step_of(folder), folder.name))
-    return []
-
-
-def ours(name: str) -> bool:
-    """Whether a file or folder of this name in a checkpoint folder was written by a save."""
-    return any(pattern.fullmatch(name) for pattern in (SHARD_NAME, PART_FOLDER, TEMPORARY)) or name == MANIFEST
-
-
-def sweep(folder: Path, keep: set[str]) -> None:
-    """Remove shards and temporaries that no manifest names: of an older checkpoint here, or of a save that was cut."""
-    gone = [folder / name for name in os.listdir(folder) if ours(name) and name != MANIFEST and name not in keep]
-    for path in gone:
-        with contextlib.suppress(FileNotFoundError):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                os.unlink(path)
-    if gone:
-        sync_folder(folder)
-
-
-def remove_checkpoint(folder: Path) -> None:
-    """Remove a checkpoint, its manifest first, so that it is never one with files missing. What is not ours stays."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(folder / MANIFEST)
-        sync_folder(folder)
-    sweep(folder, keep=set())
-    with contextlib.suppress(OSError):  # something of somebody else's is in it
-        os.rmdir(folder)
-        sync_folder(folder.parent)
-
-
-def cut_saves(parent: StrPath) -> list[Path]:
-    """Folders ``step_<n>`` that a save has left unfinished: older than the newest checkpoint, and nothing but ours."""
-    whole = all_checkpoints(parent)
-    newest = step_of(whole[-1]) if whole else -1
-    unfinished = [f for f in _step_folders(Path(parent)) if not (f / MANIFEST).exists() and step_of(f) < newest]
-    return [folder for folder in unfinished if all(map(ours, os.listdir(folder)))]
-
-
-def rotate_checkpoints(parent_dir: StrPath, keep_last: int = 5) -> list[str]:
-    """Remove all but the newest ``keep_last`` checkpoint folders ``step_<n>`` of ``parent_dir``, by number.
-
-    What is not a checkpoint stays, links are not followed, and a folder without a manifest is left alone where it is
-    newer than the newest checkpoint: somebody may be writing it. An older one is what a cut save has left, and goes
-    with the checkpoints, if it holds nothing but such files.
-
-    Returns:
-        The names of the folders that were removed, oldest first.
-
-    Raises:
-        ValueError: ``keep_last`` is below 0.
-
-    >>> rotate_checkpoints(".", keep_last=-1)
-    Traceback (most recent call last):
-    ...
-    ValueError: keep_last=-1 must be at least 0
-    """
-    if keep_last < 0:
-        raise ValueError(f"keep_last={keep_last} must be at least 0")
-    whole = all_checkpoints(parent_dir)
-    gone = sorted([*whole[: max(0, len(whole) - keep_last)], *cut_saves(parent_dir)], key=step_of)
-    for folder in gone:
-        remove_checkpoint(folder)
-    return [folder.name for folder in gone]

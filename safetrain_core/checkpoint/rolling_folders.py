@@ -8,7 +8,7 @@ from typing import Any
 from ..distributed import is_main, mains
 from .dcp import save_dcp
 from .dcp_files import verify_dcp
-from .manifest import FOLDER_NAME, all_checkpoints, cut_saves, remove_checkpoint, step_of
+from .folders import FOLDER_NAME, all_checkpoints, cut_saves, remove_checkpoint, step_of
 from .rolling import Checkpoints
 
 __all__ = ["FolderCheckpoints"]

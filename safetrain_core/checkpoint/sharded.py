@@ -11,10 +11,8 @@ import contextlib
 import json
 import os
 import secrets
-import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +23,14 @@ from ..distributed import everyones, mains
 from ..distributed import rank as this_rank
 from ..distributed import world_size as this_world_size
 from ..errors import CheckpointError
-from .atomic import StrPath, atomic_open, load_while, plain, sum_of, write_summed
-from .manifest import LARGEST_NUMBER, MANIFEST, SHARD_SCHEMA, Shard, ShardManifest, publish, read_json, shown, sweep
+from .atomic import StrPath, atomic_open, write_summed
+from .checks import LARGEST_NUMBER
+from .folders import sweep
+from .manifest import MANIFEST, SHARD_SCHEMA, Shard, ShardManifest, publish, read_json
+from .plain import plain
+from .sharded_read import FLAT, beside_one_another, numel_of
 
-__all__ = ["FLAT", "load_shard", "load_sharded", "read_manifest", "reshard", "save_shard", "save_sharded"]
-
-#: The key of a rank's piece of the flat parameter.
-FLAT = "param_shard"
-
-#: Files written or read at a time by one process.
-AT_ONCE = 8
+__all__ = ["save_shard", "save_sharded"]
 
 PerRank = Mapping[int, Mapping[str, Any]] | Sequence[Mapping[str, Any]]
 
@@ -64,8 +60,8 @@ def save_sharded(per_rank_state: PerRank, dest_dir: StrPath, step: int) -> Shard
     folder = Path(dest_dir)
     names = _fresh_names(folder, len(states))
     with _removing_after(BaseException, folder, names):
-        written = _beside_one_another(lambda rank: _write(payloads[rank], folder / names[rank]), len(states))
-        return _publish(folder, names, written, [_numel(state) for state in states], step)
+        written = beside_one_another(lambda rank: _write(payloads[rank], folder / names[rank]), len(states))
+        return _publish(folder, names, written, [numel_of(state) for state in states], step)
 
 
 def save_shard(state: Mapping[str, Any], dest_dir: StrPath, *, rank: int, world_size: int, step: int) -> ShardManifest:
@@ -93,7 +89,7 @@ def save_shard(state: Mapping[str, Any], dest_dir: StrPath, *, rank: int, world_
     # Only after a failure that all have heard of: where the connection is lost, rank 0 may publish yet.
     with _removing_after(CheckpointError, folder, [names[rank]]):
         written, error = _without_raising(lambda: _write(_payload(state, rank, step), folder / names[rank]))
-        landed = everyones((error, step, written, _numel(state) if error is None else 0))
+        landed = everyones((error, step, written, numel_of(state) if error is None else 0))
         for number, (failed, at, *_) in enumerate(landed):
             if failed is not None:
                 raise CheckpointError(
@@ -186,19 +182,10 @@ def _without_the_rest(state: dict[str, Any]) -> dict[str, Any]:
     return plain(state, tensor=alone)
 
 
-def _numel(state: Mapping[str, Any]) -> int:
-    return state[FLAT].numel() if state.get(FLAT) is not None else 0
-
-
 def _fresh_names(folder: Path, world_size: int) -> list[str]:
     """Names that no manifest has: plain ones in a new folder, with a nonce where a checkpoint is to be replaced."""
     nonce = f".{secrets.token_hex(6)}" if os.path.lexists(folder / MANIFEST) else ""
     return [f"rank{rank}{nonce}.bin" for rank in range(world_size)]
-
-
-def _beside_one_another(work: Callable[[int], Any], count: int) -> list[Any]:
-    with ThreadPoolExecutor(min(count, AT_ONCE)) as pool:
-        return list(pool.map(work, range(count)))
 
 
 def _write(payload: dict[str, Any], path: Path) -> tuple[str, int]:
@@ -218,198 +205,3 @@ def _publish(
     publish(manifest.to_json(), folder)
     sweep(folder, keep=set(names))
     return manifest
-
-
-# --- loading ----------------------------------------------------------------------------------------------------
-
-
-def read_manifest(src_dir: StrPath, expected_world_size: int | None = None) -> ShardManifest:
-    """The manifest of ``src_dir``, checked; no shard is opened.
-
-    Raises:
-        CheckpointError: none, damaged, hostile, ``unknown schema``, ``world_size mismatch``.
-
-    >>> read_manifest("no-such-folder")
-    Traceback (most recent call last):
-    ...
-    safetrain_core.errors.CheckpointError: no-such-folder has no manifest.json: no checkpoint, or one that was never ...
-    """
-    folder = Path(src_dir)
-    manifest = ShardManifest.from_json(read_json(folder), folder / MANIFEST)
-    if expected_world_size is not None and manifest.world_size != expected_world_size:
-        raise CheckpointError(
-            f"world_size mismatch: {folder} was saved on {manifest.world_size} ranks, {expected_world_size} are to "
-            f"load it; resume on {manifest.world_size}, or reshard() it first"
-        )
-    return manifest
-
-
-def verify_sharded(src_dir: StrPath) -> ShardManifest:
-    """The manifest, once every shard was found whole; nothing is unpickled.
-
-    Raises:
-        CheckpointError: see ``load_sharded``.
-    """
-    manifest = read_manifest(src_dir)
-    for shard in manifest.shards:
-        _check_file(shard, Path(src_dir))
-    _beside_one_another(
-        lambda rank: _check_sum(manifest.shards[rank], Path(src_dir) / manifest.shards[rank].path), manifest.world_size
-    )
-    return manifest
-
-
-def load_sharded(src_dir: StrPath, expected_world_size: int) -> tuple[ShardManifest, list[dict[str, Any]]]:
-    """Load and verify every rank's state; tensors on the CPU.
-
-    Returns:
-        The manifest, and the states in order of rank.
-
-    Raises:
-        CheckpointError: ``world_size mismatch``, ``shard file missing``, ``sha256 mismatch on rank`` (a truncated shard
-            too), ``unknown schema``, or another reason not to trust it; nothing was unpickled but plain types.
-    """
-    manifest = read_manifest(src_dir, expected_world_size)
-    for shard in manifest.shards:  # all of them are there, before the first is read
-        _check_file(shard, Path(src_dir))
-    states = _beside_one_another(lambda rank: _read(manifest, rank, Path(src_dir)), manifest.world_size)
-    return manifest, states
-
-
-def load_shard(src_dir: StrPath, rank: int, expected_world_size: int) -> tuple[ShardManifest, dict[str, Any]]:
-    """Load and verify one rank's own state.
-
-    Raises:
-        ValueError: there is no such rank. CheckpointError: see ``load_sharded``.
-    """
-    manifest = read_manifest(src_dir, expected_world_size)
-    if not 0 <= rank < manifest.world_size:
-        raise ValueError(f"rank={rank} must be from 0 to {manifest.world_size - 1}")
-    _check_file(manifest.shards[rank], Path(src_dir))
-    return manifest, _read(manifest, rank, Path(src_dir))
-
-
-def _check_file(shard: Shard, folder: Path) -> None:
-    path = folder / shard.path
-    try:
-        about = os.lstat(path)
-    except FileNotFoundError:
-        raise CheckpointError(f"shard file missing: {path} of rank {shard.rank}; take an older checkpoint") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} of rank {shard.rank} cannot be read: {error.strerror}") from error
-    if not stat.S_ISREG(about.st_mode):
-        raise CheckpointError(f"{path} of rank {shard.rank} is no regular file (a link?); it is refused unopened")
-    if about.st_size != shard.size_bytes:
-        raise CheckpointError(
-            f"sha256 mismatch on rank {shard.rank}: {path} has {about.st_size} bytes of {shard.size_bytes}; it is "
-            "torn, take an older checkpoint"
-        )
-
-
-def _read(manifest: ShardManifest, rank: int, folder: Path) -> dict[str, Any]:
-    shard = manifest.shards[rank]
-    path = folder / shard.path
-    payload = load_while(path, lambda: _check_sum(shard, path))
-    schema, *belongs, state = (
-        (payload.get(key) if isinstance(payload, dict) else None) for key in ("schema", "rank", "step", "state")
-    )
-    if not (isinstance(schema, str) and schema == SHARD_SCHEMA):
-        raise CheckpointError(f"unknown schema {shown(schema)} in {path} of rank {rank}: not a shard of this version")
-    if [type(x) for x in belongs] != [int, int] or belongs != [rank, manifest.step] or not isinstance(state, dict):
-        raise CheckpointError(
-            f"{path} is the shard of rank {shown(belongs[0])} at step {shown(belongs[1])}, expected rank {rank} at "
-            f"step {manifest.step}; it belongs to another checkpoint"
-        )
-    flat = state.get(FLAT)
-    if flat is not None and not (isinstance(flat, Tensor) and flat.dim() == 1):
-        raise CheckpointError(f"{path}: {FLAT} is {shown(flat)}, expected a 1-D tensor")
-    if _numel(state) != shard.param_shard_numel:
-        raise CheckpointError(
-            f"{path}: {FLAT} has {_numel(state)} elements, the manifest says {shard.param_shard_numel}"
-        )
-    return state
-
-
-def _check_sum(shard: Shard, path: Path) -> None:
-    try:
-        with open(path, "rb") as file:
-            found = sum_of(file, shard.size_bytes)
-    except OSError as error:
-        raise CheckpointError(f"{path} of rank {shard.rank} cannot be read: {error.strerror}") from error
-    if found != shard.sha256:
-        raise CheckpointError(
-            f"sha256 mismatch on rank {shard.rank}: {path} has {found[:12]}..., the manifest {shard.sha256[:12]}...; "
-            "it is altered, take an older checkpoint"
-        )
-
-
-# --- another world size ---------------------------------------------------------------------------------------------
-
-
-def reshard(src_dir: StrPath, dest_dir: StrPath, new_world_size: int, *, drop: Sequence[str] = ()) -> ShardManifest:
-    """Cut the flat shards of ``src_dir`` anew for ``new_world_size`` ranks, into ``dest_dir``.
-
-    A 1-D tensor as long as its rank's ``param_shard``, on every rank, is a shard too, as Adam's moments are: pieces are
-    joined in order of rank and cut into pieces that differ by at most one element, the longer ones first. Everything
-    else has to be equal on all ranks, and goes to each.
-
-    Args:
-        drop: keys of the state that are each rank's own (random states, say) and are left out.
-
-    Raises:
-        ValueError: ``new_world_size`` below 1, or ``dest_dir`` is ``src_dir``.
-        CheckpointError: see ``load_sharded``; no ``param_shard``; something that differs between ranks, by name.
-
-    >>> import tempfile
-    >>> states = [{"param_shard": torch.arange(3.0) + 3 * r, "lr": 0.1} for r in range(4)]
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     _ = save_sharded(states, folder + "/four", step=10)
-    ...     manifest = reshard(folder + "/four", folder + "/two", 2)
-    ...     [s.param_shard_numel for s in manifest.shards], load_shard(folder + "/two", 1, 2)[1]["param_shard"]
-    ([6, 6], tensor([ 6.,  7.,  8.,  9., 10., 11.]))
-    """
-    if new_world_size < 1:
-        raise ValueError(f"new_world_size={new_world_size} must be at least 1")
-    if os.path.realpath(src_dir) == os.path.realpath(dest_dir):
-        raise ValueError(
-            f"dest_dir is src_dir, {src_dir}; name another folder, and keep the old one until it is proved"
-        )
-    manifest, states = load_sharded(src_dir, read_manifest(src_dir).world_size)
-    numels = [shard.param_shard_numel for shard in manifest.shards]
-    if sum(numels) == 0:
-        raise CheckpointError(f"{src_dir} holds no {FLAT}: only flat shards can be cut anew; for FSDP2 see load_dcp")
-    kept = [{key: value for key, value in state.items() if key not in drop} for state in states]
-    return save_sharded(_cut_anew(kept, numels, new_world_size, "state"), dest_dir, manifest.step)
-
-
-def _cut_anew(values: list[Any], numels: list[int], count: int, where: str) -> list[Any]:
-    """What each of ``count`` ranks gets of the values that the old ranks had at one place of their state."""
-    first = values[0]
-    if all(isinstance(v, Tensor) and v.shape == (n,) for v, n in zip(values, numels, strict=True)):
-        return list(torch.tensor_split(torch.cat(values), count))
-    if all(isinstance(v, dict) and v.keys() == first.keys() for v in values):
-        made = {key: _cut_anew([v[key] for v in values], numels, count, f"{where}[{key!r}]") for key in first}
-        return [{key: pieces[rank] for key, pieces in made.items()} for rank in range(count)]
-    if all(type(v) is type(first) and isinstance(v, list | tuple) and len(v) == len(first) for v in values):
-        parts = [_cut_anew([v[i] for v in values], numels, count, f"{where}[{i}]") for i in range(len(first))]
-        return [type(first)(piece[rank] for piece in parts) for rank in range(count)]
-    for rank, value in enumerate(values):
-        if not _alike(first, value):
-            raise CheckpointError(
-                f"{where} differs between rank 0 and rank {rank} and is no flat shard; it cannot be cut anew. "
-                "Name its key in drop=(...) to leave it out"
-            )
-    return [first] * count
-
-
-def _alike(a: Any, b: Any) -> bool:
-    """Whether two leaves are equal, or two containers have the same places."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys()
-    if isinstance(a, list | tuple):
-        return len(a) == len(b)
-    return bool(a == b or (a != a and b != b))

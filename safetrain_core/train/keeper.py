@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.atomic import atomic_write_text, plain
+from ..checkpoint.atomic import atomic_write_text
 from ..checkpoint.folder import FolderSource, shard_payload
+from ..checkpoint.plain import plain
 from ..checkpoint.rolling import Checkpoints, step_in
 from ..checkpoint.rolling_folders import FolderCheckpoints
 from ..checkpoint.single import check_fit, load_payload, read_checkpoint, run_payload

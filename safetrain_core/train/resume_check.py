@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 
-from ..checkpoint.manifest import FOLDER_NAME
+from ..checkpoint.folders import FOLDER_NAME
 from ..checkpoint.rolling import NAME
 from .worker import Job, Report, train
 

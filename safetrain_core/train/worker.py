@@ -239,7 +239,7 @@ def _run(job: Job) -> Report:
 
 
 def _remove_old_run(out: Path) -> None:
-    from ..checkpoint.manifest import remove_checkpoint
+    from ..checkpoint.folders import remove_checkpoint
 
     for path in [*(out / name for name in RUN_FILES), *out.glob("step_*.pt")]:
         path.unlink(missing_ok=True)

@@ -16,7 +16,8 @@ from torch import nn
 
 from safetrain_core import CheckpointError, atomic_save, capture_rng_state, restore_rng_state
 from safetrain_core.checkpoint import atomic
-from safetrain_core.checkpoint.atomic import atomic_write_bytes, atomic_write_json, atomic_write_text, plain, verify
+from safetrain_core.checkpoint.atomic import atomic_write_bytes, atomic_write_json, atomic_write_text, verify
+from safetrain_core.checkpoint.plain import plain
 
 PAYLOAD = {"weight": torch.arange(6.0), "note": "hello", "step": 3}
 

@@ -9,7 +9,7 @@ from safetrain_core import CheckpointError, load_dcp, save_dcp
 from safetrain_core.checkpoint import dcp
 from safetrain_core.checkpoint.atomic import sum_of
 from safetrain_core.checkpoint.dcp_files import SummedFile
-from safetrain_core.checkpoint.manifest import TEMPORARY
+from safetrain_core.checkpoint.folders import TEMPORARY
 
 
 def state(step):

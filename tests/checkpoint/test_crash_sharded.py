@@ -12,9 +12,9 @@ from shards import same
 from shards import states as states_of
 
 from safetrain_core import CheckpointError, load_sharded, reshard, rotate_checkpoints, save_sharded
-from safetrain_core.checkpoint import atomic, manifest, sharded
-from safetrain_core.checkpoint.manifest import TEMPORARY, all_checkpoints, remove_checkpoint
-from safetrain_core.checkpoint.sharded import read_manifest
+from safetrain_core.checkpoint import atomic, folders, manifest, sharded
+from safetrain_core.checkpoint.folders import TEMPORARY, all_checkpoints, remove_checkpoint
+from safetrain_core.checkpoint.sharded_read import read_manifest
 
 
 def given(step, ranks):
@@ -119,7 +119,7 @@ def test_the_order_in_which_threads_write_does_not_matter(parent, tmp_path, monk
             return [made[rank] for rank in range(count)]
 
         with monkeypatch.context() as patch:
-            patch.setattr(sharded, "_beside_one_another", in_order)
+            patch.setattr(sharded, "beside_one_another", in_order)
             tried(
                 "existing folder, one thread",
                 folder,
@@ -273,7 +273,7 @@ def test_it_fails_where_the_old_shards_go_before_the_new_manifest_is_there(paren
         real = manifest.publish
 
         def publish(told, folder):
-            manifest.sweep(folder, keep={shard["path"] for shard in told["shards"]})
+            folders.sweep(folder, keep={shard["path"] for shard in told["shards"]})
             real(told, folder)
 
         with monkeypatch.context() as patch:

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from shards import rewrite, same
 
 from safetrain_core import CheckpointError, load_sharded, reshard, rotate_checkpoints, save_sharded
-from safetrain_core.checkpoint.manifest import LARGEST_MANIFEST, all_checkpoints
-from safetrain_core.checkpoint.sharded import load_shard
+from safetrain_core.checkpoint.folders import all_checkpoints
+from safetrain_core.checkpoint.manifest import LARGEST_MANIFEST
+from safetrain_core.checkpoint.sharded_read import load_shard
 
 TIMES = int(os.environ.get("SAFETRAIN_FUZZ", "1"))
 STATES = [{"param_shard": torch.arange(3.0) + r, "lr": 0.1} for r in range(3)]

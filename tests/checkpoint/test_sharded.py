@@ -17,8 +17,10 @@ from shards import edit, names, rewrite, same, states
 
 from safetrain_core import CheckpointError, launch, load_sharded, reshard, rotate_checkpoints, save_sharded
 from safetrain_core.checkpoint import atomic, manifest, sharded
-from safetrain_core.checkpoint.manifest import LARGEST_NUMBER, all_checkpoints
-from safetrain_core.checkpoint.sharded import load_shard, read_manifest, save_shard
+from safetrain_core.checkpoint.checks import LARGEST_NUMBER
+from safetrain_core.checkpoint.folders import all_checkpoints
+from safetrain_core.checkpoint.sharded import save_shard
+from safetrain_core.checkpoint.sharded_read import load_shard, read_manifest
 
 
 @pytest.fixture

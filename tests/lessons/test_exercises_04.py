@@ -16,7 +16,7 @@ from support import checks_04
 from support import sharded_resume as lab
 
 from safetrain_core import CheckpointError, load_sharded, rotate_checkpoints, save_sharded
-from safetrain_core.checkpoint.manifest import all_checkpoints
+from safetrain_core.checkpoint.folders import all_checkpoints
 
 SCRIPT = LESSONS / "04_sharded_resume.py"
 NAMES = {
