@@ -72,7 +72,7 @@ class DcpManifest:
         ranks = _files(fields["ranks"], "ranks", SHARD_NAME, where)
         ranks_told = count(fields["world_size"], "world_size", where, least=1)
         numbers = [int(SHARD_NAME.fullmatch(file.path)[1]) for file in ranks]  # type: ignore[index]
-        if numbers != list(range(ranks_told)):
+        if len(numbers) != ranks_told or numbers != list(range(ranks_told)):  # in this order: a size may be absurd
             raise CheckpointError(
                 f"{where} names the files of ranks {numbers[:9]} for world_size={ranks_told}; damaged"
             )

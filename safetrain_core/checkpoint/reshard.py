@@ -33,6 +33,7 @@ def reshard(src_dir: StrPath, dest_dir: StrPath, new_world_size: int, *, drop: S
         CheckpointError: see ``load_sharded``; no ``param_shard``; something that differs between ranks, by name.
 
     >>> import tempfile
+    >>> from safetrain_core import load_shard
     >>> states = [{"param_shard": torch.arange(3.0) + 3 * r, "lr": 0.1} for r in range(4)]
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = save_sharded(states, folder + "/four", step=10)

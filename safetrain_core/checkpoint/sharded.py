@@ -48,6 +48,7 @@ def save_sharded(per_rank_state: PerRank, dest_dir: StrPath, step: int) -> Shard
         OSError: see ``atomic_save``; a checkpoint that ``dest_dir`` held still loads.
 
     >>> import tempfile
+    >>> from safetrain_core import load_sharded
     >>> states = [{"param_shard": torch.full((2,), float(r))} for r in range(2)]
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     manifest = save_sharded(states, folder, step=10)

@@ -170,6 +170,12 @@ def test_flat_shards_and_dcp_are_told_apart(saved, tmp_path):
         verify_dcp(tmp_path)
 
 
+def test_an_absurd_world_size_is_refused_and_nothing_of_its_size_is_made(copy):
+    told = json.loads((copy / "manifest.json").read_text())
+    with pytest.raises(CheckpointError, match="damaged"):
+        DcpManifest.from_json({**told, "world_size": 2**60}, "manifest.json")
+
+
 def test_two_tensors_of_one_name_are_refused(tmp_path):
     with pytest.raises(ValueError, match="two tensors of the state are called a/b"):
         save_dcp({"a": {"b": torch.ones(1)}, "a/b": torch.ones(1)}, tmp_path, step=1)
