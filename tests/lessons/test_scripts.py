@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 #: What makes a lesson short; most take ``--num-steps``.
-SHORT = {"03_checkpoint_resume": ("--total-steps", "16"), "04_sharded_resume": ("--ranks", "2")}
+SHORT = {
+    "03_checkpoint_resume": ("--total-steps", "16"),
+    "04_sharded_resume": ("--ranks", "2"),
+    "05_gradient_checkpointing": ("--layers", "8"),
+}
 
 
 def run(script: Path, *flags: str, cwd: Path) -> subprocess.CompletedProcess[str]:
