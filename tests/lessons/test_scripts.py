@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 #: What makes a lesson short; most take ``--num-steps``.
-SHORT = {"03_checkpoint_resume": ("--total-steps", "16")}
+SHORT = {"03_checkpoint_resume": ("--total-steps", "16"), "06_thermal_guard": ("--num-steps", "100")}
 
 
 def run(script: Path, *flags: str, cwd: Path) -> subprocess.CompletedProcess[str]:
