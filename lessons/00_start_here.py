@@ -198,7 +198,7 @@ show(
 # | 03 | [Checkpoint and resume](03_checkpoint_resume.ipynb) | Is the resumed run the same run? | 30 |
 # | 04 | [Sharded checkpoints](04_sharded_resume.ipynb) | Which of many files can you trust after a crash? | 30 |
 # | 05 | Gradient checkpointing (coming) | What does memory cost in recomputation? | 30 |
-# | 06 | Thermal guard (coming) | What should training do when the device runs hot? | 25 |
+# | 06 | [Thermal guard](06_thermal_guard.ipynb) | What should training do when the device runs hot? | 25 |
 # | 07 | Low-rank gradients (coming) | How small can optimizer state get? | 30 |
 # | 08 | [The whole run, on four ranks](08_distributed_run.ipynb) | Do all the guards hold together? | 35 |
 #

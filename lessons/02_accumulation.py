@@ -41,16 +41,6 @@
 # <!-- /settles -->
 
 # %%
-import torch
-from safetrain_core import AmpTrainState, clip_global_l2_norm, next_token_loss
-from safetrain_core.optim.schedule import make_schedule
-from safetrain_core.step.accumulate import (
-    effective_batch_size,
-    scale_lr_with_batch,
-    train_one_optimizer_step,
-    windows,
-)
-
 from support import (
     about,
     claim,
@@ -64,10 +54,6 @@ from support import (
     whole,
     whole_list,
 )
-from support import accumulation as lab
-from support import ranks as rank_lab
-from support.knobs import slider
-from support.toy import sensor_batches, text_batches, tiny_gpt, tiny_mlp
 
 args = lesson_args(
     "02_accumulation",
@@ -77,6 +63,22 @@ args = lesson_args(
     ),
     micro_batch=whole(8, at_most=128, help="rows of a micro-batch"),
 )
+
+# %%
+import torch
+from safetrain_core import AmpTrainState, clip_global_l2_norm, next_token_loss
+from safetrain_core.optim.schedule import make_schedule
+from safetrain_core.step.accumulate import (
+    effective_batch_size,
+    scale_lr_with_batch,
+    train_one_optimizer_step,
+    windows,
+)
+
+from support import accumulation as lab
+from support import ranks as rank_lab
+from support.knobs import slider
+from support.toy import sensor_batches, text_batches, tiny_gpt, tiny_mlp
 
 # %% [markdown]
 # ## 1. Predict

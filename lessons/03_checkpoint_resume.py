@@ -46,6 +46,31 @@
 # 13 and 14 for a checkpoint that is one file; and it shows what a truncated or altered one does, and how it is found.
 
 # %%
+from support import (
+    about,
+    claim,
+    finish,
+    knob,
+    lesson_args,
+    not_shown,
+    say,
+    show,
+    table,
+    whole,
+)
+
+args = lesson_args(
+    "03_checkpoint_resume",
+    total_steps=whole(24, at_least=2, at_most=2000, help="steps of each run"),
+    interrupt_at=whole(10, at_most=2000, help="step after which a run is interrupted"),
+    refuse=lambda a: (
+        f"--interrupt-at {a.interrupt_at} must be less than --total-steps {a.total_steps}"
+        if a.interrupt_at >= a.total_steps
+        else None
+    ),
+)
+
+# %%
 import io
 import os
 import pickle
@@ -71,31 +96,9 @@ from safetrain_core import (
 from safetrain_core.checkpoint.atomic import verify
 from safetrain_core.checkpoint.inspection import inspect
 
-from support import (
-    about,
-    claim,
-    finish,
-    knob,
-    lesson_args,
-    not_shown,
-    say,
-    show,
-    table,
-    whole,
-)
 from support import checkpoint_resume as lab
 from support.knobs import slider
 
-args = lesson_args(
-    "03_checkpoint_resume",
-    total_steps=whole(24, at_least=2, at_most=2000, help="steps of each run"),
-    interrupt_at=whole(10, at_most=2000, help="step after which a run is interrupted"),
-    refuse=lambda a: (
-        f"--interrupt-at {a.interrupt_at} must be less than --total-steps {a.total_steps}"
-        if a.interrupt_at >= a.total_steps
-        else None
-    ),
-)
 TOTAL, AT = args.total_steps, args.interrupt_at
 scratch = tempfile.TemporaryDirectory(prefix="lesson03-")
 folder = Path(scratch.name)

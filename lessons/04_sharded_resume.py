@@ -48,6 +48,31 @@
 # [Lesson 03](03_checkpoint_resume.ipynb) has the same for a checkpoint that is one file; here it is about many that belong together.
 
 # %%
+from support import (
+    about,
+    claim,
+    finish,
+    knob,
+    lesson_args,
+    not_shown,
+    say,
+    show,
+    table,
+    whole,
+)
+
+args = lesson_args(
+    "04_sharded_resume",
+    ranks=whole(4, at_least=2, at_most=8, help="ranks, and so shards"),
+    num_steps=whole(
+        20,
+        at_least=11,
+        at_most=1000,
+        help="steps of the run; it is saved at step 10",
+    ),
+)
+
+# %%
 import inspect
 import json
 import os
@@ -69,32 +94,10 @@ from safetrain_core import (
 )
 from safetrain_core.checkpoint.folders import all_checkpoints
 
-from support import (
-    about,
-    claim,
-    finish,
-    knob,
-    lesson_args,
-    not_shown,
-    say,
-    show,
-    table,
-    whole,
-)
 from support import sharded_resume as lab
 from support import sharded_worker as worker
 from support.knobs import slider
 
-args = lesson_args(
-    "04_sharded_resume",
-    ranks=whole(4, at_least=2, at_most=8, help="ranks, and so shards"),
-    num_steps=whole(
-        20,
-        at_least=CHECKPOINT_STEP + 1,
-        at_most=1000,
-        help=f"steps of the run; it is saved at step {CHECKPOINT_STEP}",
-    ),
-)
 RANKS, AT, TOTAL = args.ranks, CHECKPOINT_STEP, args.num_steps
 scratch = tempfile.TemporaryDirectory(prefix="lesson04-")
 folder = Path(scratch.name)

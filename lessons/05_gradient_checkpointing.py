@@ -41,6 +41,25 @@
 # <!-- /settles -->
 
 # %%
+from support import (
+    about,
+    claim,
+    finish,
+    knob,
+    lesson_args,
+    not_shown,
+    say,
+    show,
+    table,
+    whole,
+)
+
+args = lesson_args(
+    "05_gradient_checkpointing",
+    layers=whole(16, at_least=4, at_most=64, help="layers of the models that are counted"),
+)
+
+# %%
 import itertools
 import warnings
 
@@ -64,25 +83,9 @@ from safetrain_core import (
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from support import (
-    about,
-    claim,
-    finish,
-    knob,
-    lesson_args,
-    not_shown,
-    say,
-    show,
-    table,
-    whole,
-)
 from support import recompute as lab
 from support.knobs import slider
 
-args = lesson_args(
-    "05_gradient_checkpointing",
-    layers=whole(16, at_least=4, at_most=64, help="layers of the models that are counted"),
-)
 LAYERS, SEED = args.layers, args.seed
 
 # %% [markdown]

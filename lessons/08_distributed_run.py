@@ -43,6 +43,26 @@
 # That one in the form that it takes with several ranks, where each has a random state of its own.
 
 # %%
+from support import (
+    about,
+    claim,
+    finish,
+    knob,
+    lesson_args,
+    not_shown,
+    say,
+    show,
+    table,
+    whole,
+)
+
+args = lesson_args(
+    "08_distributed_run",
+    ranks=whole(4, at_least=2, at_most=8, help="processes that train together"),
+    num_steps=whole(20, at_least=2, at_most=1000, help="optimizer steps of the run"),
+)
+
+# %%
 import inspect
 import tempfile
 from pathlib import Path
@@ -59,27 +79,10 @@ from safetrain_core import (
 from safetrain_core.checkpoint.dcp_files import verify_dcp
 from safetrain_core.train.resume_check import resumed, verdict
 
-from support import (
-    about,
-    claim,
-    finish,
-    knob,
-    lesson_args,
-    not_shown,
-    say,
-    show,
-    table,
-    whole,
-)
 from support import distributed_run as lab
 from support import distributed_worker as worker
 from support.knobs import slider
 
-args = lesson_args(
-    "08_distributed_run",
-    ranks=whole(4, at_least=2, at_most=8, help="processes that train together"),
-    num_steps=whole(20, at_least=2, at_most=1000, help="optimizer steps of the run"),
-)
 scratch = tempfile.TemporaryDirectory(prefix="lesson08-")
 folder = Path(scratch.name)
 plan = lab.Plan(

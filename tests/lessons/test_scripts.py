@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ SHORT = {
     "03_checkpoint_resume": ("--total-steps", "16"),
     "04_sharded_resume": ("--ranks", "2"),
     "05_gradient_checkpointing": ("--layers", "8"),
+    "06_thermal_guard": ("--num-steps", "100"),
 }
 
 
@@ -68,3 +70,12 @@ def test_lesson_01_with_100_steps_and_another_seed(lessons_folder: Path, tmp_pat
     done = run(lessons_folder / "01_clipping_amp.py", "--num-steps", "100", "--seed", "3", cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "step=100 " in done.stdout
+
+
+def test_a_lesson_imports_support_before_torch_so_that_idle_threads_sleep(script: Path) -> None:
+    lines = script.read_text(encoding="utf-8").splitlines()
+
+    def first(name: str) -> int:
+        return next((i for i, line in enumerate(lines) if re.match(rf"(from|import) {name}\b", line)), len(lines))
+
+    assert first("support") < min(first("torch"), first("safetrain_core"))
