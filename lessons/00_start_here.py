@@ -164,7 +164,7 @@ show(
 # | 5 | SKIP rows by the hundred in each epoch | the values themselves do not fit float16; no factor can help | an alert above 5 % skipped; then better units, or bfloat16 | [lesson 01](01_clipping_amp.ipynb) |
 # | 6 | Accumulating over K micro-batches makes steps K times too large | each micro-batch's loss was used whole | divide each loss by K | [lesson 02](02_accumulation.ipynb) |
 # | 7 | The loss curve after a resume is not the one before it | the random number generators started afresh | save their state, and restore it last | [lesson 03](03_checkpoint_resume.ipynb), [lesson 08](08_distributed_run.ipynb) |
-# | 8 | Out of memory in the forward pass, though the weights fit | every layer's activations wait for the backward pass | keep few of them and compute the rest again | lesson 05 (coming) |
+# | 8 | Out of memory in the forward pass, though the weights fit | every layer's activations wait for the backward pass | keep few of them and compute the rest again | [lesson 05](05_gradient_checkpointing.ipynb) |
 #
 # <!-- /training -->
 #
@@ -197,7 +197,7 @@ show(
 # | 02 | [Gradient accumulation](02_accumulation.ipynb) | When do K small batches equal a large one? | 30 |
 # | 03 | [Checkpoint and resume](03_checkpoint_resume.ipynb) | Is the resumed run the same run? | 30 |
 # | 04 | [Sharded checkpoints](04_sharded_resume.ipynb) | Which of many files can you trust after a crash? | 30 |
-# | 05 | Gradient checkpointing (coming) | What does memory cost in recomputation? | 30 |
+# | 05 | [Gradient checkpointing](05_gradient_checkpointing.ipynb) | What does memory cost in recomputation? | 30 |
 # | 06 | [Thermal guard](06_thermal_guard.ipynb) | What should training do when the device runs hot? | 25 |
 # | 07 | Low-rank gradients (coming) | How small can optimizer state get? | 30 |
 # | 08 | [The whole run, on four ranks](08_distributed_run.ipynb) | Do all the guards hold together? | 35 |

@@ -28,7 +28,7 @@
 #
 # <!-- nav -->
 #
-# Previous: [Checkpoint and resume](03_checkpoint_resume.ipynb) · Next: Gradient checkpointing (coming)
+# Previous: [Checkpoint and resume](03_checkpoint_resume.ipynb) · Next: [Gradient checkpointing](05_gradient_checkpointing.ipynb)
 #
 # <!-- /nav -->
 #

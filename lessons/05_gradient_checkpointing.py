@@ -28,7 +28,7 @@
 #
 # <!-- nav -->
 #
-# Previous: Sharded checkpoints (coming) · Next: Thermal guard (coming)
+# Previous: [Sharded checkpoints](04_sharded_resume.ipynb) · Next: [Thermal guard](06_thermal_guard.ipynb)
 #
 # <!-- /nav -->
 #

@@ -29,7 +29,7 @@
 #
 # <!-- nav -->
 #
-# Previous: Gradient checkpointing (coming) · Next: Low-rank gradients (coming)
+# Previous: [Gradient checkpointing](05_gradient_checkpointing.ipynb) · Next: Low-rank gradients (coming)
 #
 # <!-- /nav -->
 #
