@@ -22,6 +22,11 @@ if TYPE_CHECKING:
     from .checkpoint.single import CHECKPOINT_SCHEMA, load_checkpoint, save_checkpoint
     from .config import TrainConfig
     from .corpus import Corpus
+    from .diagnose.finding import Evidence, Finding
+    from .diagnose.probe import probe_accumulation
+    from .diagnose.probe_clip import probe_clip_order
+    from .diagnose.probe_resume import probe_resume
+    from .diagnose.probe_skip import probe_skip_leaves_state_untouched
     from .distributed import agree, is_main
     from .errors import CheckpointError, RankFailed, SafeTrainError, ThermalAbort, TrainingFailed
     from .launcher import launch
@@ -75,6 +80,8 @@ _HOME = {
     "Checkpoints": "checkpoint.rolling",
     "Corpus": "corpus",
     "DEFAULT_MAX_NORM": "step.clip",
+    "Evidence": "diagnose.finding",
+    "Finding": "diagnose.finding",
     "FitResult": "train.result",
     "GaLore": "optim.galore",
     "GpuMonitor": "thermal.nvml",
@@ -128,6 +135,10 @@ _HOME = {
     "plan_recompute": "memory.plan",
     "plan_recompute_for": "memory.blocks",
     "predict_state_bytes": "optim.state_bytes",
+    "probe_accumulation": "diagnose.probe",
+    "probe_clip_order": "diagnose.probe_clip",
+    "probe_resume": "diagnose.probe_resume",
+    "probe_skip_leaves_state_untouched": "diagnose.probe_skip",
     "projection_error": "optim.projection",
     "remove_recompute": "memory.recompute",
     "reshard": "checkpoint.sharded",
