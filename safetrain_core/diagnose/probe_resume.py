@@ -153,7 +153,8 @@ def _causes(
         symptom = f"the resumed run sees other data from step {start + step + 1} on"
         findings = [*findings, found("resume_at_wrong_data", symptom, Evidence(start + step + 1, values))]
     rates = [a != b for a, b in zip(trace.rates[start:], after.rates, strict=True)]
-    if any(rates) and not any(finding.rule == "resume_without_schedule" for finding in findings):
+    known = any(finding.rule == "resume_without_schedule" for finding in findings)
+    if (rates[0] or (any(rates) and not findings)) and not known:  # later ones may follow from another skip, too
         step = rates.index(True)
         values = {"learning rate": trace.rates[start + step], "resumed": after.rates[step]}
         findings = [
