@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from .thermal.simulated import SimulatedCard
     from .thermal.states import Thresholds, next_state
     from .thermal.trace import RecordedTrace
+    from .train.checkup import Checkup, verify_checkpoints
     from .train.result import FitResult
     from .train.trainer import SafeTrainer
 
@@ -78,6 +79,7 @@ _HOME = {
     "CHECKPOINT_STEP": "checkpoint.manifest",
     "CheckpointError": "errors",
     "Checkpoints": "checkpoint.rolling",
+    "Checkup": "train.checkup",
     "Corpus": "corpus",
     "DEFAULT_MAX_NORM": "step.clip",
     "Evidence": "diagnose.finding",
@@ -153,6 +155,7 @@ _HOME = {
     "selective_checkpoint_cost": "memory.rules",
     "train_one_optimizer_step": "step.accumulate",
     "transformer_activation_bytes": "memory.rules",
+    "verify_checkpoints": "train.checkup",
     "windows": "step.accumulate",
     "zero_grads": "step.accumulate",
 }

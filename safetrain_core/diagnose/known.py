@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from .finding import Evidence, Finding
@@ -211,11 +212,11 @@ KNOWN = {
 }
 
 
-def found(rule: str, symptom: str, *evidence: Evidence) -> Finding:
+def found(rule: str, symptom: str, *evidence: Evidence, among: Mapping[str, Fault] = KNOWN) -> Finding:
     """The finding of a known fault, with what was seen.
 
     >>> found("loss_divided_twice", "a quarter of the gradient").severity
     'error'
     """
-    fault = KNOWN[rule]
+    fault = among[rule]
     return Finding(symptom, rule, fault.severity, evidence, fault.cause, fault.fix, fault.lesson)
