@@ -22,6 +22,8 @@ TINIEST = 2.0**-40
 SLACK = 0.02
 #: A cosine below this is another direction.
 STRAIGHT = 0.999
+#: A GradScaler that is kept where nobody finds it is known by its factor, a power of two, of at least this.
+SCALE = 2.0**8
 
 
 def probe_clip_order(
@@ -105,10 +107,8 @@ def _judge_above(above: Tensor, free: Tensor, max_norm: float, times: float, sca
     if scale is not None and scale > 1 and abs(ratio / scale - 1) < SLACK:
         told = Evidence(None, {**told.values, "loss scaling factor": scale})
         return [found("clip_before_unscale", symptom, told)]
-    if scale is None and ratio >= 4 and abs(math.log2(ratio) - round(math.log2(ratio))) < SLACK:
-        return [
-            found("clip_before_unscale", symptom, told)
-        ]  # a scaler that was not found: its factor is a power of two
+    if scale is None and ratio >= SCALE and abs(math.log2(ratio) - round(math.log2(ratio))) < SLACK:
+        return [found("clip_before_unscale", symptom, told)]
     return [found("clip_at_another_norm", symptom, told)]
 
 

@@ -78,6 +78,8 @@ def test_ours_is_left_alone(case):
 def test_ours_at_another_threshold_than_told_and_without_a_clip():
     case = Case("mlp", "adamw", "float16", max_norm=0.25)
     assert rules(probe_clip_order(amp_window, case.ours, case.batch(), 1.0)) == ["clip_at_another_norm"]
+    quarter = Case("mlp", "adamw", max_norm=0.25)  # a power of two off, and no scaler anywhere
+    assert rules(probe_clip_order(amp_window, quarter.ours, quarter.batch(), 1.0)) == ["clip_at_another_norm"]
     plain = Case("mlp", "sgd")
     assert rules(probe_clip_order(plain_of_ours, plain.make, plain.batch(), 1.0)) == ["clip_without_effect"]
 
