@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from .checkpoint.single import CHECKPOINT_SCHEMA, load_checkpoint, save_checkpoint
     from .config import TrainConfig
     from .corpus import Corpus
+    from .diagnose.finding import Evidence, Finding
+    from .diagnose.probe import probe_accumulation
+    from .diagnose.probe_clip import probe_clip_order
+    from .diagnose.probe_resume import probe_resume
+    from .diagnose.probe_skip import probe_skip_leaves_state_untouched
     from .distributed import agree, is_main
     from .errors import CheckpointError, RankFailed, SafeTrainError, ThermalAbort, TrainingFailed
     from .launcher import launch
@@ -65,6 +70,7 @@ if TYPE_CHECKING:
     from .thermal.simulated import SimulatedCard
     from .thermal.states import Thresholds, next_state
     from .thermal.trace import RecordedTrace
+    from .train.checkup import Checkup, verify_checkpoints
     from .train.result import FitResult
     from .train.trainer import SafeTrainer
 
@@ -76,8 +82,11 @@ _HOME = {
     "CHECKPOINT_STEP": "checkpoint.manifest",
     "CheckpointError": "errors",
     "Checkpoints": "checkpoint.rolling",
+    "Checkup": "train.checkup",
     "Corpus": "corpus",
     "DEFAULT_MAX_NORM": "step.clip",
+    "Evidence": "diagnose.finding",
+    "Finding": "diagnose.finding",
     "FitResult": "train.result",
     "GaLore": "optim.galore",
     "GpuMonitor": "thermal.nvml",
@@ -131,6 +140,10 @@ _HOME = {
     "plan_recompute": "memory.plan",
     "plan_recompute_for": "memory.blocks",
     "predict_state_bytes": "optim.state_bytes",
+    "probe_accumulation": "diagnose.probe",
+    "probe_clip_order": "diagnose.probe_clip",
+    "probe_resume": "diagnose.probe_resume",
+    "probe_skip_leaves_state_untouched": "diagnose.probe_skip",
     "projection_error": "optim.projection",
     "remove_recompute": "memory.recompute",
     "reshard": "checkpoint.reshard",
@@ -145,6 +158,7 @@ _HOME = {
     "selective_checkpoint_cost": "memory.rules",
     "train_one_optimizer_step": "step.accumulate",
     "transformer_activation_bytes": "memory.rules",
+    "verify_checkpoints": "train.checkup",
     "windows": "step.accumulate",
     "zero_grads": "step.accumulate",
 }

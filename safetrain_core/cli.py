@@ -37,18 +37,12 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     from . import __version__
     from .memory.command import add_plan_parser
     from .thermal.watch import add_arguments
+    from .train.verify import add_verify_parser
 
     parser = _Parser(prog="safetrain", description="Train safely, and find out what went wrong.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"safetrain {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="train|verify|plan|watch", required=True, parser_class=_Parser)
-    check = verbs.add_parser(
-        "verify",
-        help="say whether checkpoints are whole",
-        description="Say what a checkpoint file is, whether it is whole, and its step, schema and size; or all of a "
-        "folder's. Exit status 1 where one is not whole.",
-        allow_abbrev=False,
-    )
-    check.add_argument("path", type=Path, help="a checkpoint (a file or a folder), or a folder with some")
+    add_verify_parser(verbs)
     add_plan_parser(verbs)
     add_arguments(verbs)
     train = verbs.add_parser(
@@ -187,7 +181,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     """What the verb says; the exit status."""
     if args.verb == "verify":
-        return _verify(args.path)
+        from .train.verify import run_verify
+
+        text, status = run_verify(args)
+        print(text)
+        return status
     if args.verb == "plan":
         from .memory.command import run_plan
 
@@ -228,22 +226,3 @@ def _train(args: argparse.Namespace) -> int:
 def _torchrun() -> bool:
     """Whether this process is one of several that torchrun, or an equal, has started."""
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-
-
-def _verify(path: Path) -> int:
-    """Print a line per checkpoint; 1 where one is not whole."""
-    from .checkpoint.inspection import checkpoints_in, inspect, unfinished_in
-
-    if not path.exists():
-        raise ValueError(f"{path} does not exist; name a checkpoint or a folder with some")
-    files = checkpoints_in(path)
-    if not files and not unfinished_in(path):
-        raise ValueError(f"{path} holds no checkpoint (*.pt, or folders step_*); name another folder")
-    whole = True
-    for file in files:
-        about, sound = inspect(file)
-        whole &= sound
-        print(f"{'whole ' if sound else 'BROKEN'} {file}: {about}")
-    for folder in unfinished_in(path):
-        print(f"cut    {folder}: a save that was never finished; it is no checkpoint, and nothing else is lost")
-    return 0 if whole else 1

@@ -143,17 +143,25 @@ def read_checkpoint(path: StrPath) -> dict[str, Any]:
         CheckpointError: missing, torn, altered, not readable without running code, or ``unknown schema``.
     """
     payload = load_while(path, lambda: verify(path))
-    schema = payload.get("schema") if isinstance(payload, dict) else None
+    check_schema(payload.get("schema") if isinstance(payload, dict) else None, path)
+    while payload["schema"] != CHECKPOINT_SCHEMA:
+        payload = MIGRATIONS[payload["schema"]](payload)
+        check_schema(payload["schema"], path)
+    return payload
+
+
+def check_schema(schema: Any, path: StrPath) -> None:
+    """``CheckpointError`` where this version reads no payload of ``schema``.
+
+    >>> check_schema("ckpt.v1", "a.pt")
+    """
     if not isinstance(schema, str) or not schema.startswith("ckpt"):
         raise CheckpointError(f"unknown schema {schema!r} in {path}: not a safetrain checkpoint")
-    while payload["schema"] != CHECKPOINT_SCHEMA:
-        if payload["schema"] not in MIGRATIONS:
-            raise CheckpointError(
-                f"unknown schema {payload['schema']!r} in {path}: this version reads {CHECKPOINT_SCHEMA} and "
-                f"{', '.join(MIGRATIONS)}; upgrade safetrain"
-            )
-        payload = MIGRATIONS[payload["schema"]](payload)
-    return payload
+    if schema != CHECKPOINT_SCHEMA and schema not in MIGRATIONS:
+        raise CheckpointError(
+            f"unknown schema {schema!r} in {path}: this version reads {CHECKPOINT_SCHEMA} and "
+            f"{', '.join(MIGRATIONS)}; upgrade safetrain"
+        )
 
 
 def load_checkpoint(
