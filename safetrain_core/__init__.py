@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from .checkpoint.single import CHECKPOINT_SCHEMA, load_checkpoint, save_checkpoint
     from .config import TrainConfig
     from .corpus import Corpus
+    from .diagnose import diagnose
+    from .diagnose.finding import Evidence, Finding
+    from .diagnose.readers import read_log
     from .distributed import agree, is_main
     from .errors import CheckpointError, RankFailed, SafeTrainError, ThermalAbort, TrainingFailed
     from .launcher import launch
@@ -75,6 +78,8 @@ _HOME = {
     "Checkpoints": "checkpoint.rolling",
     "Corpus": "corpus",
     "DEFAULT_MAX_NORM": "step.clip",
+    "Evidence": "diagnose.finding",
+    "Finding": "diagnose.finding",
     "FitResult": "train.result",
     "GaLore": "optim.galore",
     "GpuMonitor": "thermal.nvml",
@@ -107,6 +112,7 @@ _HOME = {
     "capture_rng_state": "checkpoint.rng",
     "checkpoint_cost": "memory.rules",
     "clip_global_l2_norm": "step.clip",
+    "diagnose": "diagnose",
     "effective_batch_size": "step.accumulate",
     "find_basis": "optim.projection",
     "has_non_finite_grad": "step.clip",
@@ -129,6 +135,7 @@ _HOME = {
     "plan_recompute_for": "memory.blocks",
     "predict_state_bytes": "optim.state_bytes",
     "projection_error": "optim.projection",
+    "read_log": "diagnose.readers",
     "remove_recompute": "memory.recompute",
     "reshard": "checkpoint.sharded",
     "restore_rng_state": "checkpoint.rng",

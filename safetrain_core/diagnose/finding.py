@@ -33,13 +33,14 @@ class Finding:
     Args:
         symptom: what is seen, in a few words. rule: the name of the rule that found it, a stable identifier.
         severity: one of ``SEVERITIES``. evidence: the steps and values that show it, the most telling first.
-        cause: why that happens. fix: what to change. lesson: number and name, for example ``01_clipping_amp``; "" = none.
+        cause: why that happens. fix: what to change. lesson: its name, for example ``01_clipping_amp``; "" = none.
 
     Raises:
         ValueError: another severity.
 
-    >>> print(Finding("loss is NaN from step 8 on", "nan_stays", "error", (Evidence(8, {"loss": float("nan")}),),
-    ...     "a NaN reached the weights", "skip the step: AmpTrainState does", "01_clipping_amp"))
+    >>> nan = Evidence(8, {"loss": float("nan")})
+    >>> print(Finding("loss is NaN from step 8 on", "nan_stays", "error", (nan,), "a NaN reached the weights",
+    ...     "skip the step: AmpTrainState does", "01_clipping_amp"))
     ERROR loss is NaN from step 8 on
       evidence  step 8: loss nan
       cause     a NaN reached the weights

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from .finding import Finding
 from .log import Floats, Log
 
-__all__ = ["Rule", "block_medians", "changes", "center", "overflows", "rule", "skips", "spread"]
+__all__ = ["Rule", "block_medians", "center", "changes", "overflows", "rule", "skips", "spread"]
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def skips(log: Log) -> NDArray[np.int64]:
 
 
 def overflows(log: Log) -> NDArray[np.int64]:
-    """Those of the refused rows that a GradScaler answers by a smaller factor: the gradients, not the loss, were bad."""
+    """The refused rows that a GradScaler answers by a smaller factor: the gradients, not the loss, were bad."""
     rows = skips(log)
     if "skip_reason" in log.texts:
         reason = log.texts["skip_reason"]

@@ -7,7 +7,7 @@ import re
 import numpy as np
 
 from .finding import Evidence, Finding
-from .log import Log
+from .log import Log, Series
 from .rule import rule
 
 __all__ = ["log_is_whole", "thermal_pauses"]
@@ -16,16 +16,14 @@ __all__ = ["log_is_whole", "thermal_pauses"]
 HOT_C = 85.0
 #: Readings above it that count.
 HOT_READINGS = 3
-#: Cells that are no number, as a share of the rows, from which on the column is not to be trusted.
-TEXT_SHARE = 0.05
 
 #: Fault of the log -> what is seen, cause, fix.
 _FAULTS = {
     "backwards": (
         "the steps go backwards {n} times",
         "a run was resumed from an earlier checkpoint, or started again, and wrote on into the old log",
-        "drop the rows after the checkpoint's step when a run resumes (SafeTrainer's log does), and give a new run a new "
-        "file; judged here are the rows that were written last",
+        "drop the rows after the checkpoint's step when a run resumes (SafeTrainer's log does), and give a new run a "
+        "new file; judged here are the rows that were written last",
     ),
     "twice": (
         "{n} steps stand twice",
@@ -75,32 +73,29 @@ def thermal_pauses(log: Log) -> list[Finding]:
     pauses = {row: text for row, text in events.items() if "pause" in text.lower()}
     waited = sum(float(s) for text in events.values() for s in re.findall(r"after ([\d.]+) s", text))
     ended = {row: text for row, text in events.items() if re.search("abort|critical|lost", text.lower())}
-    hot = log.series["temperature"].finite() if "temperature" in log.series else None
-    hot = hot.where(hot.values >= HOT_C) if hot is not None else None
-    if not pauses and not ended and (hot is None or len(hot) < HOT_READINGS):
+    nothing = Series(np.empty(0), np.empty(0), np.empty(0, dtype=np.int64))
+    heat = log.series.get("temperature", nothing).finite()
+    hot = heat.where(heat.values >= HOT_C)
+    if not pauses and not ended and len(hot) < HOT_READINGS:
         return []
     if pauses or ended:
-        evidence = tuple(Evidence(int(log.steps[row]), {"event": text}) for row, text in {**ended, **pauses}.items())
-        seen = (
-            f"the thermal guard ended the run, after {len(pauses)} pauses"
-            if ended
-            else (f"the thermal guard paused the run {len(pauses)} times, {waited:.1f} s in all")
-        )
+        evidence = [Evidence(int(log.steps[row]), {"event": text}) for row, text in {**ended, **pauses}.items()]
+        seen = f"the thermal guard paused the run {len(pauses)} times, {waited:.1f} s in all"
+        if ended:
+            seen = f"the thermal guard ended the run, after {len(pauses)} pauses"
     else:
-        at = np.argsort(-hot.values)[:3] if hot is not None else []
-        evidence = (
-            tuple(Evidence(int(hot.steps[i]), {"temperature C": float(hot.values[i])}) for i in at) if hot else ()
-        )
-        seen = f"{len(hot) if hot is not None else 0} readings at or above {HOT_C:g} C"
+        hottest = np.argsort(-hot.values, kind="stable")[:3].tolist()
+        evidence = [Evidence(int(hot.steps[i]), {"temperature C": float(hot.values[i])}) for i in hottest]
+        seen = f"{len(hot)} readings at or above {HOT_C:g} C"
     return [
         Finding(
             seen,
             "thermal_pauses",
             "error" if ended else "warning",
-            evidence,
+            tuple(evidence),
             "the card's cooling does not carry this load: air flow, dust, a neighbour, or the power limit",
-            "better air flow or a lower power limit; `safetrain watch` shows when it happens; the guard's pauses cost time, "
-            "not results",
+            "better air flow or a lower power limit; `safetrain watch` shows when it happens; the guard's pauses cost "
+            "time, not results",
             "06_thermal_guard",
         )
     ]

@@ -19,8 +19,8 @@ NAN_ROWS = 3
 SPIKE_ROWS = 12
 #: Fewest rows before and after.
 SPIKE_ROWS_LEAST = 5
-#: The level after a jump, as a multiple of the level before.
-SPIKE_LEVEL = 1.5
+#: The level after a jump, as a multiple of the level before, where the gradient norm leaps with it.
+SPIKE_LEVEL = 1.25
 #: The jump, as a multiple of the noise of a median of that many rows.
 SPIKE_SIGMAS = 6.0
 #: A gradient norm is a spike above this multiple of the median before.
@@ -106,7 +106,7 @@ def _nan_that_went(log: Log) -> list[Finding]:
             "warning",
             tuple(Evidence(int(s), {"loss": float(v)}) for s, v in zip(bad.steps[:3], bad.values[:3], strict=True)),
             "a bad batch or an overflow; the log does not say whether the step was skipped",
-            "look at those batches; log whether a step was skipped, and skip where the loss or a gradient is not finite",
+            "look at those batches; log whether a step was skipped; skip where the loss or a gradient is not finite",
             LESSON,
         )
     ]
@@ -126,7 +126,7 @@ def spike_stays(log: Log) -> list[Finding]:
         if len(before) < SPIKE_ROWS_LEAST or len(after) < SPIKE_ROWS_LEAST:
             continue
         low, high = center(before), center(after)
-        noise = 1.25 * max(spread(before), spread(after)) / min(len(before), len(after)) ** 0.5
+        noise = 1.25 * spread(before) / min(len(before), len(after)) ** 0.5
         # Every row after is above every row before: a leap, not a slope or a noisy stretch.
         apart = np.quantile(after, 0.1) > np.quantile(before, 0.9)
         if low > 0 and high > SPIKE_LEVEL * low and high - low > SPIKE_SIGMAS * noise and apart:

@@ -1,6 +1,7 @@
 """Labelled runs: for each symptom that a log can show, ways to have it; and ways to be healthy. All by seed."""
 
 import random
+import statistics
 from dataclasses import replace
 
 from loops import Setup, train
@@ -22,8 +23,12 @@ def _mean(rows):
     return sum(row["loss"] for row in rows) / len(rows)
 
 
+def _median(rows):
+    return statistics.median(row["loss"] for row in rows)
+
+
 def spike_without_clipping(seed):
-    """The label is what happened to the loss: up by half or more after the bad batch, over the ten next steps."""
+    """The label is what happened: the median loss of ten steps, three after the bad batch, is up by 30 % or more."""
     d = _dice(seed, 1)
     while True:
         at, model = d.randint(30, 42), d.choice(("mlp", "linear"))
@@ -38,7 +43,7 @@ def spike_without_clipping(seed):
                 val_every=d.choice((0, 20)),
             )
         )
-        if _mean(rows[at : at + 10]) > 1.5 * _mean(rows[at - 11 : at - 1]):
+        if _median(rows[at + 2 : at + 12]) > 1.3 * _median(rows[at - 11 : at - 1]):
             return rows, None
 
 
