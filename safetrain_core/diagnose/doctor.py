@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .columns import TEXTS
 from .finding import SEVERITIES, Evidence, Finding
 from .log import Log
 from .readers import read_log
@@ -20,6 +20,13 @@ HEALTHY, NOT_CHECKED = "healthy", "not_checked"
 
 #: Rows below which the curve's own rules have nothing to go by.
 FEW_ROWS = 20
+
+#: Findings that are left out where one of these has been found: it says why.
+EXPLAINED_BY = {
+    "diverged": {"spike_stays", "nan_stays"},
+    "clips_every_step": {"norm_follows_scale"},
+    "not_learning": {"nan_stays", "spike_stays", "scale_never_moves"},
+}
 
 #: Role -> what a reader calls it.
 _CALLED = {
@@ -76,6 +83,8 @@ def diagnose(
     if baseline is not None:
         findings += leaves_baseline(log, read_log(baseline, columns))
         checked.append("leaves_baseline")
+    errors = {finding.rule for finding in findings if finding.severity == "error"}
+    findings = [finding for finding in findings if not errors & EXPLAINED_BY.get(finding.rule, set())]
     findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
     if all(finding.severity == "info" for finding in findings):
         findings.append(_healthy(log, checked))
@@ -85,14 +94,14 @@ def diagnose(
 
 
 def _healthy(log: Log, checked: Sequence[str]) -> Finding:
-    count = len(log)
-    values: dict[str, float | int | str | None] = {"rows": count}
+    count = len(log.series.get("loss", next(iter(log.series.values()))))
+    values: dict[str, float | int | str | None] = {"rows": log.lines}
     for role in ("loss", "lr", "norm", "scale"):
         if role in log.series:
             values[f"last {_CALLED[role]}"] = float(log.series[role].values[-1])
     few = count < FEW_ROWS
     return Finding(
-        f"nothing found in {count} row{'s' * (count != 1)}" + (", too few to say much" if few else ""),
+        f"nothing found in {count} step{'s' * (count != 1)}" + (", too few to say much" if few else ""),
         HEALTHY,
         "info",
         (Evidence(int(log.steps[-1]), values),),
@@ -106,14 +115,15 @@ def _not_checked(lacking: Mapping[str, Sequence[str]]) -> Finding:
     by_need: dict[str, list[str]] = {}
     for name, needs in lacking.items():
         for need in needs:
-            by_need.setdefault(" or ".join(_CALLED.get(role, role) for role in need.split("|")), []).append(name)
+            ways = [" and ".join(_CALLED[role] for role in way.split("+")) for way in need.split("|")]
+            by_need.setdefault(" or ".join(ways), []).append(name)
     told = "; ".join(f"{need} (for {', '.join(names)})" for need, names in by_need.items())
-    roles = sorted({role for needs in lacking.values() for need in needs for role in need.split("|")} - TEXTS.keys())
+    role = re.split(r"[|+]", next(iter(lacking.values()))[0])[0]
     return Finding(
         f"{len(lacking)} rule{'s' * (len(lacking) != 1)} could not look",
         NOT_CHECKED,
         "info",
-        tuple(Evidence(None, {"rule": name, "lacks": ", ".join(needs)}) for name, needs in lacking.items()),
+        (),
         f"the log has no {told}",
-        f"log them, or name their columns: --columns {roles[0] if roles else 'loss'}=NAME",
+        f"log them, or name their columns: --columns {role}=NAME",
     )

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 
 from .finding import Finding
-from .log import Log
+from .log import Floats, Log
 
 __all__ = ["save_plot"]
 
 #: What is drawn, from top to bottom, where the log has it: role -> label of its axis.
 PANELS = {
     "loss": "loss",
-    "norm": "gradient norm (log scale)",
-    "scale": "scaling factor (log scale)",
+    "norm": "gradient norm",
+    "scale": "scaling factor",
     "lr": "learning rate",
 }
 #: Points drawn at most per curve.
@@ -52,9 +52,9 @@ def save_plot(log: Log, findings: Sequence[Finding], path: str | Path, baseline:
         _curve(axis, log, role, "this run", color="#2166ac", linestyle="-")
         if baseline is not None and role in baseline.series:
             _curve(axis, baseline, role, "baseline", color="#555555", linestyle="--")
-        axis.set_ylabel(PANELS.get(role, role))
-        values = log.series[role].finite().values
-        if len(values) and values.min() > 0 and (role in ("norm", "scale") or values.max() > 100 * np.median(values)):
+        logarithmic = _wide(log.series[role].finite().values)
+        axis.set_ylabel(PANELS.get(role, role) + (" (log scale)" if logarithmic else ""))
+        if logarithmic:
             axis.set_yscale("log")
     _mark(axes, findings)
     axes[0].set_title(f"{log.source}: {_verdict(findings)}", fontsize=10)
@@ -67,6 +67,12 @@ def save_plot(log: Log, findings: Sequence[Finding], path: str | Path, baseline:
         figure.savefig(str(path), dpi=120)
     except OSError as error:
         raise ValueError(f"--plot {path} cannot be written: {error.strerror}; name another file") from error
+
+
+def _wide(values: Floats) -> bool:
+    """Whether values are positive, but for a few, and so far apart that a linear axis would show only the largest."""
+    positive = values[values > 0]
+    return len(positive) > 0.9 * len(values) and bool(positive.max() > 30 * np.median(positive))
 
 
 def _curve(axis: Any, log: Log, role: str, label: str, **style: Any) -> None:

@@ -16,7 +16,10 @@ __all__ = ["Rule", "block_medians", "center", "changes", "overflows", "rule", "s
 
 @dataclass(frozen=True)
 class Rule:
-    """One thing to look for: ``needs`` are the roles without which it cannot look, ``a|b`` where either will do."""
+    """One thing to look for: ``needs`` are the roles without which it cannot look.
+
+    ``a|b`` where either will do, ``a|b+c`` where a does, or b and c together.
+    """
 
     name: str
     needs: tuple[str, ...]
@@ -24,7 +27,7 @@ class Rule:
 
     def lacks(self, log: Log) -> list[str]:
         """The needs that ``log`` does not meet."""
-        return [need for need in self.needs if not any(log.has(role) for role in need.split("|"))]
+        return [need for need in self.needs if not any(log.has(*way.split("+")) for way in need.split("|"))]
 
 
 def rule(*needs: str) -> Callable[[Callable[[Log], list[Finding]]], Rule]:

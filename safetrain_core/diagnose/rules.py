@@ -6,8 +6,9 @@ from .rule import Rule
 from .rules_amp import norm_follows_scale, scale_collapsed, scale_never_moves, skip_rate
 from .rules_clip import clips_every_step, loss_times_k, overfits
 from .rules_log import log_is_whole, thermal_pauses
-from .rules_loss import diverged, nan_stays, not_learning, spike_stays
+from .rules_loss import nan_stays, spike_stays
 from .rules_resume import schedule_moves_on_skips, schedule_restarts
+from .rules_trend import diverged, not_learning
 
 __all__ = ["RULES"]
 

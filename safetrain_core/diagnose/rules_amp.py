@@ -132,11 +132,9 @@ def _slope(logs: NDArray[np.float64], levels: NDArray[np.float64]) -> tuple[floa
     return sum(found) / sum(weights), max(sum(noise) ** 0.5, 0.02) / sum(weights), at.tolist()
 
 
-@rule("skipped|norm")
+@rule("skipped|norm+scale")
 def skip_rate(log: Log) -> list[Finding]:
     """More than one step of twenty was refused, beyond the scaler's first search for its factor."""
-    if "skipped" not in log.series and "scale" not in log.series:
-        return []
     flags = np.zeros(len(log))
     rows = skips(log)
     flags[rows] = 1

@@ -56,8 +56,8 @@ def clips_every_step(log: Log) -> list[Finding]:
                 Evidence(None, {"median norm": center(norm.values[late]), "median after": center(after[late])}),
             ),
             "max_norm lies below every norm of this run: each step has the same length whatever the gradient says",
-            f"set max_norm near the norms that the run really has ({center(norm.values[late]):.3g} is their median), so that "
-            "it cuts the outliers; if the norms are in the thousands, see whether they are unscaled",
+            f"set max_norm near the norms that the run has ({center(norm.values[late]):.3g} is their median), so "
+            "that it cuts the outliers; if the norms are in the thousands, see whether they are unscaled",
             "01_clipping_amp",
         )
     ]

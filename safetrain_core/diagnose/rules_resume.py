@@ -105,14 +105,14 @@ def _common(one: Series, other: Series) -> tuple[np.ndarray, np.ndarray, np.ndar
     return np.array(steps), np.array([mine[s] for s in steps]), np.array([theirs[s] for s in steps])
 
 
-@rule("lr", "skipped|norm")
+@rule("lr", "skipped|norm+scale")
 def schedule_moves_on_skips(log: Log) -> list[Finding]:
     """The learning rate goes on after a step that was skipped, as if it had been taken."""
     lr = log.series["lr"].finite()
-    place = np.searchsorted(lr.rows, skips(log))
+    place = np.searchsorted(lr.steps, log.steps[skips(log)])
     held, moved = 0, []
     for at in place.tolist():
-        if not 2 <= at < len(lr) - 3 or np.any(np.diff(lr.rows[at - 2 : at + 4]) != 1):
+        if not 2 <= at < len(lr) - 3 or np.ptp(np.diff(lr.steps[at - 2 : at + 4])) > 0:
             continue
         rates = lr.values[at - 2 : at + 4]
         # Logged before or after the schedule moved: a schedule that waits repeats one of the two.

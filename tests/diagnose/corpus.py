@@ -1,5 +1,6 @@
 """Labelled runs: for each symptom that a log can show, ways to have it; and ways to be healthy. All by seed."""
 
+import csv
 import random
 import statistics
 from dataclasses import replace
@@ -295,11 +296,44 @@ HEALTHY = {
 }
 
 
+#: How other trainers name things: ours, Hugging Face's, Lightning's. The last two log validation in a row of its own,
+#: and no flag for a skipped step.
+STYLES = (
+    {},
+    {"lr": "learning_rate", "grad_norm": "gradient_norm", "grad_norm_clipped": "gradient_norm_clipped",
+     "scale": "scaler_scale"},
+    {"lr": "learning_rate", "val_loss": "eval_loss"},
+    {"loss": "train_loss", "lr": "lr-SGD", "scale": "loss_scale"},
+)  # fmt: skip
+
+
+def styled(rows, style):
+    """``rows`` as another trainer would have logged them."""
+    names, made = STYLES[style], []
+    for row in rows:
+        apart = style >= 2 and row.get("val_loss") is not None
+        kept = {k: v for k, v in row.items() if not (apart and k == "val_loss") and not (style >= 2 and k == "skipped")}
+        made.append({names.get(k, k): v for k, v in kept.items()})
+        if apart:
+            made.append({"step": row["step"], names.get("val_loss", "val_loss"): row["val_loss"]})
+    return made
+
+
 def broken(label, seed):
-    """(rows, baseline or None) of a run that has ``label``."""
-    return BROKEN[label][0](seed)
+    """(rows, baseline or None) of a run that has ``label``, in the style of a trainer that goes by the seed."""
+    rows, baseline = BROKEN[label][0](seed)
+    return styled(rows, seed % len(STYLES)), baseline and styled(baseline, seed % len(STYLES))
 
 
 def healthy(name, seed):
     """The rows of a healthy run."""
-    return HEALTHY[name](seed, _dice(seed, 99))
+    return styled(HEALTHY[name](seed, _dice(seed, 99)), seed % len(STYLES))
+
+
+def write_csv(rows, path):
+    """Rows as a CSV; what is missing is an empty cell."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(rows)
