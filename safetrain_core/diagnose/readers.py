@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from .columns import assign
 from .log import Log
 from .table import Cells, read_csv
@@ -20,6 +18,9 @@ __all__ = ["find_log", "read_frame", "read_json", "read_log", "read_rows"]
 
 #: Files that hold a run's log, the likeliest first, as they are looked for in a folder.
 KNOWN_FILES = ("metrics.csv", "trainer_state.json", "*.jsonl", "events.out.tfevents.*", "*.csv")
+
+#: Empty losses at the end of a frame from which on they are taken for NaN.
+FRAME_NANS = 3
 
 
 def read_log(source: Any, columns: Mapping[str, str] | None = None) -> Log:
@@ -160,30 +161,24 @@ def _flat(row: Mapping[Any, Any], before: str = "") -> dict[str, Any]:
 def read_frame(frame: Any, columns: Mapping[str, str] | None = None) -> Log:
     """A pandas frame, or what looks like one. It cannot tell a NaN that was logged from a cell that was not.
 
-    A NaN counts as logged where it is a training loss, without a validation loss beside it, in a column that was
-    otherwise filled in at least half of the rows before; it counts as missing everywhere else.
+    Taken as logged: the NaN of a training loss from some row to the end, three at least, rows of a validation left out.
+    Every other NaN is a missing value.
     """
     found = assign([str(name) for name in frame.columns], columns)
-    numbers = {role: [_plain(value) for value in frame[column]] for role, column in found.items()}
-    count = len(frame)
+    taken = {role: [_plain(value) for value in frame[column]] for role, column in found.items()}
+    if "loss" in taken:
+        validation = taken.get("val_loss", [None] * len(frame))
+        trailing = []
+        for row in reversed(range(len(frame))):
+            if taken["loss"][row] is not None:
+                break
+            if validation[row] is None:
+                trailing.append(row)
+        for row in trailing if len(trailing) >= FRAME_NANS else ():
+            taken["loss"][row] = float("nan")
     cells = Cells(found)
-    empty = {role: np.array([value is None for value in values]) for role, values in numbers.items()}
-    if count and "loss" in empty:
-        filled = np.cumsum(~empty["loss"]) / np.arange(1, count + 1)
-        before = np.concatenate([[1.0], filled[:-1]])
-        alone = empty.get("val_loss", np.ones(count, dtype=bool))
-        logged = empty["loss"] & alone & ((before >= 0.5) | (np.cumsum(~empty["loss"]) == 0))
-        if not logged.all() or "val_loss" not in empty:
-            for row in _runs_to_the_end(logged, empty["loss"]):
-                numbers["loss"][row] = float("nan")
-    cells.extend(numbers, count)
+    cells.extend(taken, len(frame))
     return cells.log("the frame")
-
-
-def _runs_to_the_end(logged: Any, empty: Any) -> list[int]:
-    """Rows of ``logged`` in the stretch of empty cells that reaches the end: a gap before that is only a gap."""
-    last = int(np.flatnonzero(~empty)[-1]) if (~empty).any() else -1
-    return [int(row) for row in np.flatnonzero(logged) if row > last]
 
 
 def _plain(value: Any) -> Any:

@@ -18,15 +18,15 @@ CLIPPED_ROWS = 50
 CUT = 0.999
 
 #: Validations that are compared with the training loss before them: the first, before the two drift apart.
-K_VALIDATIONS = 5
-#: Training losses before a validation whose median is compared.
+K_VALIDATIONS = 6
+#: Training losses before a validation whose mean is compared.
 K_ROWS = 10
-#: The ratio of the two losses is a whole number K within this share.
-K_ROUND = 0.15
-#: ... and the same at all validations within this share.
-K_STEADY = 0.25
-#: From this K on nothing else explains it; 2 and 3 may be a regularizer that validation leaves out.
+#: From this K on hardly anything else explains it; 2 and 3 may be a regularizer that validation leaves out.
 K_SURE = 4
+#: Neither half of them has a ratio smaller by this factor: where the loss only falls fast, the later half is near 1.
+K_STEADY = 2.0
+#: Below ``K_SURE`` every validation agrees within this factor, and the ratio is a whole number within this share.
+K_STEADY_SMALL, K_ROUND_SMALL = 1.25, 0.15
 
 #: Validation loss above its best by this share, while the training loss fell by ``TRAIN_FELL``: memorizing.
 VAL_ROSE, TRAIN_FELL = 0.15, 0.03
@@ -69,10 +69,12 @@ def loss_times_k(log: Log) -> list[Finding]:
     ratios, places = _ratios(log)
     if len(ratios) < 2:
         return []
-    ratio = center(ratios)
+    ratio, half = _pooled(places), (len(places) + 1) // 2
     k = round(ratio)
-    steady = np.all(np.abs(ratios / ratio - 1) < K_STEADY)
-    if k < 2 or not steady or not abs(ratio / k - 1) < K_ROUND:
+    if k < 2 or not min(_pooled(places[:half]), _pooled(places[half:])) > ratio / K_STEADY:
+        return []
+    apart = max(ratios.max() / ratio, ratio / ratios.min())
+    if k < K_SURE and not (apart < K_STEADY_SMALL and abs(ratio / k - 1) < K_ROUND_SMALL):
         return []
     evidence = tuple(
         Evidence(step, {"training loss": train, "validation loss": val, "ratio": train / val})
@@ -80,16 +82,20 @@ def loss_times_k(log: Log) -> list[Finding]:
     )
     return [
         Finding(
-            f"the training loss is {k} times the validation loss, from the start",
+            f"the training loss is {ratio:.3g} times the validation loss, from the first validation on",
             "loss_times_k",
             "error" if k >= K_SURE else "warning",
             evidence,
-            f"{k} micro-batch losses are added up and never divided: the logged loss is {k} times too large, and "
-            "so are the gradients, unless only the log adds them up",
-            f"divide each micro-batch's loss by the number of micro-batches ({k}) before backward, or weight by tokens",
+            f"the losses of K micro-batches (K near {k}) are added up and never divided: the logged loss is K times too "
+            "large, and so are the gradients, unless only the log adds them up",
+            "divide each micro-batch's loss by the number of micro-batches before backward, or weight by tokens",
             "02_accumulation",
         )
     ]
+
+
+def _pooled(places: list[tuple[int, float, float]]) -> float:
+    return sum(train for _, train, _ in places) / sum(val for _, _, val in places)
 
 
 def _ratios(log: Log) -> tuple[np.ndarray, list[tuple[int, float, float]]]:
@@ -103,8 +109,8 @@ def _ratios(log: Log) -> tuple[np.ndarray, list[tuple[int, float, float]]]:
         end = int(np.searchsorted(loss.steps, step, side="right"))
         train = loss.values[max(begin, end - K_ROWS) : end]
         begin = end
-        if len(train) and value > 0:
-            places.append((int(step), center(train), float(value)))
+        if len(train) and value > 0 and train.min() > 0:
+            places.append((int(step), float(train.mean()), float(value)))
         if len(places) == K_VALIDATIONS:
             break
     return np.array([train / value for _, train, value in places]), places
