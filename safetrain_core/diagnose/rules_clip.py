@@ -25,7 +25,7 @@ K_ROWS = 10
 K_SURE = 4
 #: Neither half of them has a ratio smaller by this factor: where the loss only falls fast, the later half is near 1.
 K_STEADY = 2.0
-#: Below ``K_SURE`` every validation agrees within this factor, and the ratio is a whole number within this share.
+#: Below ``K_SURE`` all agree within this factor, and the ratio is a whole number within this share.
 K_STEADY_SMALL, K_ROUND_SMALL = 1.25, 0.15
 
 #: Validation loss above its best by this share, while the training loss fell by ``TRAIN_FELL``: memorizing.
@@ -86,8 +86,8 @@ def loss_times_k(log: Log) -> list[Finding]:
             "loss_times_k",
             "error" if k >= K_SURE else "warning",
             evidence,
-            f"the losses of K micro-batches (K near {k}) are added up and never divided: the logged loss is K times too "
-            "large, and so are the gradients, unless only the log adds them up",
+            f"the losses of K micro-batches (K near {k}) are added up and never divided: the logged loss is K times "
+            "too large, and so are the gradients, unless only the log adds them up",
             "divide each micro-batch's loss by the number of micro-batches before backward, or weight by tokens",
             "02_accumulation",
         )

@@ -18,6 +18,8 @@ TREND_BLOCKS = 10
 DIVERGED = 1.25
 #: The first rows, whose median is the beginning as such: a rate far too high spoils the loss within a few steps.
 FIRST_ROWS = 3
+#: Where the very first loss alone lies below nearly all that followed, the later median is above it by this factor.
+FIRST_ALONE = 1.5
 #: Share of the progress that was lost again: worth a look.
 LOST_SHARE = 0.5
 #: A rise counts where it is so many times the noise of a block's median.
@@ -36,9 +38,13 @@ def diverged(log: Log) -> list[Finding]:
     start, end, least = float(points[0]), float(points[-1]), int(np.argmin(points))
     low = float(points[least])
     noise = 1.25 * spread(loss.values) / (len(loss) / TREND_BLOCKS) ** 0.5
-    first = center(loss.values[:FIRST_ROWS])
-    if len(loss) >= 2 * TREND_ROWS and 0 < first < np.quantile(loss.values[len(loss) // 2 :], 0.02):
+    first, one = center(loss.values[:FIRST_ROWS]), float(loss.values[0])
+    late = loss.values[len(loss) // 2 :]
+    only_one = False
+    if len(loss) >= 2 * TREND_ROWS and 0 < first < np.quantile(late, 0.02):
         start, low = min(start, first), min(low, first)  # nearly all of the second half lies above the first rows
+    elif len(loss) >= 2 * TREND_ROWS and 0 < FIRST_ALONE * one < center(late) and one < np.quantile(late, 0.02):
+        start, low, only_one = min(start, one), min(low, one), True
     elif not end - low > TREND_SIGMAS * noise:
         return []
     if start <= 0:
@@ -58,7 +64,7 @@ def diverged(log: Log) -> list[Finding]:
             f"the loss ends at {end:.4g}, {'above its beginning' if above else 'far above its best'} of "
             f"{start if above else low:.4g}",
             "diverged",
-            "error" if above else "warning",
+            "error" if above and not only_one else "warning",
             evidence,
             "the learning rate is too high for this part of the run, or a bad step was never undone",
             "resume from a checkpoint near the best step with a lower learning rate; clip the norm at 1.0; "

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from loops import Setup, train
 
-#: Seeds that thresholds were looked at with; everything from HELD_OUT on was never looked at while tuning.
-TUNING, HELD_OUT = 0, 1000
+#: Seeds that thresholds were looked at with; what is measured from HELD_OUT on was never looked at while tuning.
+#: (1000 to 1019 were held out once; a miss there, which seed 19 shows too, was looked at, and a rule was added.)
+TUNING, HELD_OUT = 0, 2000
 
 MODELS = ("mlp", "tokens", "linear")
 

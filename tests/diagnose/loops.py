@@ -6,6 +6,7 @@ in the log.
 
 import copy
 import math
+import warnings
 from dataclasses import dataclass, replace
 
 import torch
@@ -172,7 +173,9 @@ class Loop:
         scale, lr = self.scaler.get_scale(), self.optimizer.param_groups[0]["lr"]
         skipped = self.update()
         if not skipped or s.schedule_on_skips:
-            self.schedule.step()
+            with warnings.catch_warnings():  # torch warns where the first step was skipped; that is the fault
+                warnings.simplefilter("ignore")
+                self.schedule.step()
         row = {"step": number, "loss": total, "lr": lr, "grad_norm": self.norm}
         if s.clip:
             row["grad_norm_clipped"] = min(self.norm, s.clip) if math.isfinite(self.norm) else None

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from corpus import broken, write_csv
@@ -222,3 +223,27 @@ def test_tensorboard_events_are_read_or_the_missing_package_is_named(tmp_path, m
             for name in ("loss", "lr", "grad_norm"):
                 writer.add_scalar(f"train/{name}", row[name], row["step"])
     assert rules(folder) == ["spike_stays"]
+
+
+#: Runs of other trainers, made on a tiny model with the fault that their name says (transformers 5.24, lightning 2.6).
+OTHERS = {
+    "huggingface_healthy.json": [],
+    "huggingface_nan.json": ["nan_stays"],
+    "huggingface_k_times.json": ["loss_times_k"],
+    "lightning_healthy.csv": [],
+    "lightning_spike.csv": ["spike_stays"],
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_logs_of_other_trainers_are_diagnosed_rightly(name):
+    assert rules(Path(__file__).parent / "logs" / name) == OTHERS[name]
+
+
+def test_hugging_face_logs_a_loss_of_0_for_nan_and_is_not_believed():
+    history = json.loads((Path(__file__).parent / "logs" / "huggingface_nan.json").read_text())["log_history"]
+    late = [row for row in history if row["step"] > 31 and "loss" in row]
+    assert late
+    assert all(row["loss"] == 0 and row["grad_norm"] != row["grad_norm"] for row in late)
+    found = diagnose(history[:-1])[0]
+    assert (found.rule, found.evidence[0].step) == ("nan_stays", 31)
