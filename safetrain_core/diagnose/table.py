@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ __all__ = ["Cells", "read_csv", "usable"]
 #: Rows taken at a time: more are slower, because their cells no longer fit the processor's caches.
 CHUNK = 1_000
 SEPARATORS = ",;\t|"
+#: Bytes at the end in which the last line is looked for.
+TAIL_BYTES = 65536
 #: How many faults of one kind are kept with their place.
 PLACES_KEPT = 100
 
@@ -123,31 +125,24 @@ def read_csv(path: Path, wanted: Mapping[str, str] | None = None) -> Log:
         columns = assign(names, wanted)
         place = {role: names.index(column) for role, column in columns.items()}
         cells = Cells(columns)
-        tail = _Tail(file)
-        rows = csv.reader(tail, delimiter=separator)
+        rows = csv.reader(file, delimiter=separator)
         try:
             _take_in(cells, rows, names, place, comma=separator != ",")
         except csv.Error as error:
             raise ValueError(f"{path} is no table that can be read: {error} in line {rows.line_num + 1}") from error
-        torn = tail.last and not tail.last.endswith(("\n", "\r"))
-        if torn and len(next(csv.reader([tail.last], delimiter=separator), [])) < len(names):
-            cells.faults.pop("ragged", None) if len(cells.faults.get("ragged", ())) == 1 else None
-            cells.fault("torn", None, line=rows.line_num + 1, text=tail.last.strip()[:40])
+    cut = _cut_line(path)
+    if cut and len(next(csv.reader([cut], delimiter=separator), [])) < len(names):
+        if len(cells.faults.get("ragged", ())) == 1:  # that line, which has its own name
+            del cells.faults["ragged"]
+        cells.fault("torn", None, line=rows.line_num + 1, text=cut.strip()[:40])
     return cells.log(str(path))
 
 
-class _Tail:
-    """Lines of a file, the last one kept."""
-
-    def __init__(self, lines: Iterable[str]) -> None:
-        self._lines, self.last = iter(lines), ""
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        self.last = next(self._lines)
-        return self.last
+def _cut_line(path: Path) -> str:
+    """The last line of a file, where no line end closes it; else nothing."""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        return file.read().decode("utf-8", "replace").replace("\r", "\n").rpartition("\n")[2]
 
 
 def _take_in(
