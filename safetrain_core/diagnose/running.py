@@ -32,8 +32,11 @@ RUNNING: tuple[Rule, ...] = (
 )
 
 #: Rows that are looked back over, and rows between two looks; the first looks come earlier.
-WINDOW, EVERY = 1000, 100
-FIRST_LOOKS = (25, 50)
+WINDOW, EVERY = 500, 250
+FIRST_LOOKS = (25, 50, 100)
+
+#: Rules that speak of the beginning of a run: they look only while the window still holds it.
+OF_THE_START = (loss_times_k,)
 
 
 def _warn(finding: Finding) -> None:
@@ -90,7 +93,7 @@ class RunningDoctor:
         except ValueError:  # nothing measured yet
             return
         for rule in list(self._rules):
-            if rule.lacks(seen):
+            if rule.lacks(seen) or (rule in OF_THE_START and self._seen > len(rows)):
                 continue
             new = [finding for finding in rule.look(seen) if finding.severity != "info"]
             if new:

@@ -130,11 +130,21 @@ def test_the_running_doctor_says_a_finding_once_when_it_appears():
     assert doctor.findings == said
 
 
-def test_the_running_doctor_reads_ten_rows_per_row_at_most():
+def test_the_running_doctor_reads_two_rows_per_row_at_most():
     doctor = RunningDoctor(say=lambda finding: None)
     for step in range(1, 5001):
         doctor.see(StepLog(step, 0.1, 1.0, 1.0, 2.0, None))
-    assert doctor.rows_read <= 5000 * WINDOW / EVERY
+    assert doctor.rows_read <= 5000 * WINDOW / EVERY == 10_000
+
+
+def test_what_is_said_of_the_beginning_is_not_said_of_a_window_in_the_middle():
+    doctor = RunningDoctor()
+    for step in range(1, 3001):
+        train_loss = (
+            1.0 if step < 1000 else 8.0
+        )  # the validation loss goes down, the training loss up: no K micro-batches
+        doctor.see(StepLog(step, 0.1, 1.0, 1.0, train_loss, None), val_loss=1.0 if step % 50 == 0 else None)
+    assert "loss_times_k" not in [finding.rule for finding in doctor.findings]
 
 
 def test_the_trainer_logs_what_the_running_doctor_finds(tmp_path, caplog):
