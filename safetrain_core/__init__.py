@@ -25,11 +25,13 @@ if TYPE_CHECKING:
     from .checkpoint.single import CHECKPOINT_SCHEMA, load_checkpoint, save_checkpoint
     from .config import TrainConfig
     from .corpus import Corpus
+    from .diagnose import diagnose
     from .diagnose.finding import Evidence, Finding
     from .diagnose.probe import probe_accumulation
     from .diagnose.probe_clip import probe_clip_order
     from .diagnose.probe_resume import probe_resume
     from .diagnose.probe_skip import probe_skip_leaves_state_untouched
+    from .diagnose.readers import read_log
     from .distributed import agree, is_main
     from .errors import CheckpointError, RankFailed, SafeTrainError, ThermalAbort, TrainingFailed
     from .launcher import launch
@@ -119,6 +121,7 @@ _HOME = {
     "capture_rng_state": "checkpoint.rng",
     "checkpoint_cost": "memory.rules",
     "clip_global_l2_norm": "step.clip",
+    "diagnose": "diagnose",
     "effective_batch_size": "step.accumulate",
     "find_basis": "optim.projection",
     "has_non_finite_grad": "step.clip",
@@ -145,6 +148,7 @@ _HOME = {
     "probe_resume": "diagnose.probe_resume",
     "probe_skip_leaves_state_untouched": "diagnose.probe_skip",
     "projection_error": "optim.projection",
+    "read_log": "diagnose.readers",
     "remove_recompute": "memory.recompute",
     "reshard": "checkpoint.reshard",
     "restore_rng_state": "checkpoint.rng",

@@ -1,7 +1,7 @@
 """The command line: flags and a YAML file become a config, a config becomes a run.
 
-Exit statuses: 0 done; 1 TrainingFailed, a broken checkpoint, a plan that does not fit or an error of the machine; 2 the
-user's mistake; 75 the thermal guard's abort; 130 and 143 interrupted.
+Exit statuses: 0 done; 1 TrainingFailed, a finding that is an error, a broken checkpoint, a plan that does not fit or an
+error of the machine; 2 the user's mistake; 75 the thermal guard's abort; 130 and 143 interrupted.
 torch is imported only once the arguments are found to be right, so that help and mistakes are answered at once.
 """
 
@@ -35,14 +35,18 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     from . import __version__
+    from .diagnose.command import add_diagnose_parser
     from .memory.command import add_plan_parser
     from .thermal.watch import add_arguments
     from .train.verify import add_verify_parser
 
     parser = _Parser(prog="safetrain", description="Train safely, and find out what went wrong.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"safetrain {__version__}")
-    verbs = parser.add_subparsers(dest="verb", metavar="train|verify|plan|watch", required=True, parser_class=_Parser)
+    verbs = parser.add_subparsers(
+        dest="verb", metavar="train|diagnose|verify|plan|watch", required=True, parser_class=_Parser
+    )
     add_verify_parser(verbs)
+    add_diagnose_parser(verbs)
     add_plan_parser(verbs)
     add_arguments(verbs)
     train = verbs.add_parser(
@@ -190,6 +194,12 @@ def _run(args: argparse.Namespace) -> int:
         from .memory.command import run_plan
 
         text, status = run_plan(args)
+        print(text)
+        return status
+    if args.verb == "diagnose":
+        from .diagnose.command import run_diagnose
+
+        text, status = run_diagnose(args)
         print(text)
         return status
     if args.verb == "watch":

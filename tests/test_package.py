@@ -81,7 +81,7 @@ def test_no_assert_and_no_unsafe_load_in_the_package():
 
 
 #: Extras that `make setup` does not install, so that nothing pins them.
-NOT_SET_UP = ("apollo", "peers")
+NOT_SET_UP = ("apollo", "peers", "tensorboard")
 
 
 def dependencies(leave_out=()):

@@ -37,8 +37,9 @@ class Finding:
     Raises:
         ValueError: another severity.
 
-    >>> print(Finding("loss is NaN from step 8 on", "nan_stays", "error", (Evidence(8, {"loss": float("nan")}),),
-    ...     "a NaN reached the weights", "skip the step: AmpTrainState does", "01_clipping_amp"))
+    >>> nan = Evidence(8, {"loss": float("nan")})
+    >>> print(Finding("loss is NaN from step 8 on", "nan_stays", "error", (nan,), "a NaN reached the weights",
+    ...     "skip the step: AmpTrainState does", "01_clipping_amp"))
     ERROR loss is NaN from step 8 on
       evidence  step 8: loss nan
       cause     a NaN reached the weights

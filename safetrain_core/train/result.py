@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass, field
 
+from ..diagnose.finding import Finding
 from ..records import StepLog, TrainState
 from ..thermal.guard import ThermalEvent
 
@@ -18,7 +19,7 @@ class FitResult:
     ``status`` is ``completed``, ``interrupted`` (with ``signal``), or ``failed`` or ``aborted`` (only as ``.result`` of
     the exception). Losses are in the unit of the loss function; what was never measured is None. ``rows``: the last
     1,000. Of the thermal guard: how often and for how many seconds the run paused, how often it switched device, and
-    each change of the guard's state, a ``ThermalEvent``.
+    each change of the guard's state, a ``ThermalEvent``. ``findings``: what the running doctor found.
 
     >>> FitResult(state=TrainState(step=20, updates=19), skips=1).skip_rate
     0.05
@@ -36,6 +37,7 @@ class FitResult:
     paused_s: float = 0.0
     switches: int = 0
     thermal_events: list[ThermalEvent] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
 
     @property
     def skip_rate(self) -> float:

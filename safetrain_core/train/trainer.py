@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..config import TrainConfig
+from ..diagnose.running import RunningDoctor
 from ..distributed import PAUSE, agree, is_main, rank, world_size
 from ..errors import TrainingFailed
 from ..records import BASE_COLUMNS, GRADIENT_COLUMNS, StepLog
@@ -94,6 +95,8 @@ class SafeTrainer:
         self.amp = amp_from_config(model, config, loss_fn, batches)
         self.state = self.amp.counters
         self.result = FitResult(state=self.state)
+        self._doctor = RunningDoctor()
+        self.result.findings = self._doctor.findings
         self._hooks = [hook for hook in (before_step, fault) if hook is not None]
         self._cursor = Cursor(train_loader, config.gradient_accumulation_steps, self.amp.device, self.state)
         self._retries = Retries(self.state, config.max_nan_retries, config.nan_retry_reset_updates)
@@ -306,6 +309,7 @@ class SafeTrainer:
             if not poisoned or last:
                 failure = failure or self._retries.spend(row)
             self.result.see(row)
+            self._doctor.see(row, val_loss if last else None)
             if csv is not None:
                 csv.write(row_cells(row, attempt, updates, self.state.retries, val_loss if last else None))
         if self.on_row is not None:

@@ -41,7 +41,6 @@ def validate(
     try:
         for batch in loader:
             if should_stop():
-                restore_rng_state(before)  # it will be made up for: nothing is drawn twice
                 return None
             inputs, targets = batch_to(amp.device, batch)
             total += amp.passes.forward_loss(inputs, targets).float() * samples_in(targets)
@@ -49,6 +48,8 @@ def validate(
     finally:
         for module, mode in modes:
             module.training = mode
+        # A loader draws a seed for its workers: with or without this validation, training draws the same numbers.
+        restore_rng_state(before)
     if samples == 0:
         raise ValueError("val_loader is empty (0 batches); give it at least one batch")
     counted = torch.tensor([samples], dtype=torch.float64, device=amp.device)
