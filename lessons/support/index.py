@@ -251,6 +251,11 @@ def settles(name: str) -> str:
         for number, s in enumerate(SYMPTOMS, start=1)
         if name in (s.lesson, s.also)
     ]
+    if not lines:
+        return (
+            f"It settles none of the symptoms in {link('00_start_here', 'lesson 00')}: what it is about shows "
+            "neither in a loss nor in a file."
+        )
     return "\n".join(
         [
             f"Of the symptoms in {link('00_start_here', 'lesson 00')}, this settles",
