@@ -64,6 +64,22 @@ def host_reads(function: Callable[[], Any]) -> int:
     return count["reads"]
 
 
+def calls_of(name: str, function: Callable[[], Any]) -> int:
+    """How often ``function`` ran the operator ``name`` of torch.
+
+    >>> calls_of("aten::_linalg_svd", lambda: torch.linalg.svdvals(torch.eye(2)))
+    1
+    """
+    count = Counter()
+
+    def see(called: str, _: list[Tensor]) -> None:
+        count[called] += 1
+
+    with _Ops(see):
+        function()
+    return count[name]
+
+
 def gradient_passes(model: nn.Module, function: Callable[[], Any]) -> float:
     """How often ``function`` read or wrote all of the model's gradients: elements touched / elements.
 

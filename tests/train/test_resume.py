@@ -435,3 +435,19 @@ def test_data_that_has_become_shorter_is_noticed(tmp_path):
     second.resume(tmp_path / "step_00000007.pt")
     with pytest.raises(CheckpointError, match="ended after 3 batches, but 7"):
         second.fit()
+
+
+def test_a_completed_run_that_is_extended_is_the_longer_run_validation_or_not(tmp_path):
+    data = TensorDataset(torch.randn(24, 3, generator=torch.Generator().manual_seed(1)), torch.zeros(24, 1))
+
+    def run(folder, steps):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        config = TrainConfig(max_steps=steps, scheduler_type="constant", learning_rate=0.1)
+        loaders = (DataLoader(data, 4, shuffle=True), DataLoader(data, 4, shuffle=True))
+        trainer = SafeTrainer(model, config, *loaders, nn.functional.mse_loss, checkpoint_dir=folder)
+        trainer.resume()
+        return [row.loss for row in trainer.fit().rows]
+
+    whole = run(tmp_path / "whole", 10)
+    assert run(tmp_path / "parts", 4) + run(tmp_path / "parts", 10) == whole
