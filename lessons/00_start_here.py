@@ -199,7 +199,7 @@ show(
 # | 04 | [Sharded checkpoints](04_sharded_resume.ipynb) | Which of many files can you trust after a crash? | 30 |
 # | 05 | [Gradient checkpointing](05_gradient_checkpointing.ipynb) | What does memory cost in recomputation? | 30 |
 # | 06 | [Thermal guard](06_thermal_guard.ipynb) | What should training do when the device runs hot? | 25 |
-# | 07 | Low-rank gradients (coming) | How small can optimizer state get? | 30 |
+# | 07 | [Low-rank gradients](07_low_rank_gradients.ipynb) | How small can optimizer state get? | 30 |
 # | 08 | [The whole run, on four ranks](08_distributed_run.ipynb) | Do all the guards hold together? | 35 |
 #
 # <!-- /lessons -->

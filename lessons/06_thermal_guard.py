@@ -29,7 +29,7 @@
 #
 # <!-- nav -->
 #
-# Previous: [Gradient checkpointing](05_gradient_checkpointing.ipynb) · Next: Low-rank gradients (coming)
+# Previous: [Gradient checkpointing](05_gradient_checkpointing.ipynb) · Next: [Low-rank gradients](07_low_rank_gradients.ipynb)
 #
 # <!-- /nav -->
 #

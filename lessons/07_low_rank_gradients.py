@@ -28,7 +28,7 @@
 #
 # <!-- nav -->
 #
-# Previous: Thermal guard (coming) · Next: The whole run, on four ranks (coming)
+# Previous: [Thermal guard](06_thermal_guard.ipynb) · Next: [The whole run, on four ranks](08_distributed_run.ipynb)
 #
 # <!-- /nav -->
 #

@@ -28,7 +28,7 @@
 #
 # <!-- nav -->
 #
-# Previous: Low-rank gradients (coming)
+# Previous: [Low-rank gradients](07_low_rank_gradients.ipynb)
 #
 # <!-- /nav -->
 #
