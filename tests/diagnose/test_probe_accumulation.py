@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from loops import (
+from probed_loops import (
     PAD,
     Case,
     amp_window,

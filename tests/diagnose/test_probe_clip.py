@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from loops import Case, amp_window, cases, divides_gradients, one_backward, plain_of_ours, step, with_closure
+from probed_loops import Case, amp_window, cases, divides_gradients, one_backward, plain_of_ours, step, with_closure
 
 from safetrain_core import probe_clip_order
 

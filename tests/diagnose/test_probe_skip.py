@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from loops import Case, amp_window, cases, divides_gradients, loss_of, one_backward, plain_of_ours, step, with_closure
+from probed_loops import (
+    Case,
+    amp_window,
+    cases,
+    divides_gradients,
+    loss_of,
+    one_backward,
+    plain_of_ours,
+    step,
+    with_closure,
+)
 
 from safetrain_core import probe_skip_leaves_state_untouched as probe_skip
 

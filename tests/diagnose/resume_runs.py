@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from loops import batch, loss_of, model, optimizer
+from probed_loops import batch, loss_of, model, optimizer
 from torch import nn
 
 from safetrain_core import capture_rng_state, restore_rng_state
