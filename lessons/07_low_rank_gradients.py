@@ -73,6 +73,9 @@ from support.counting import calls_of
 from support.knobs import slider
 from support.toy import text_batches
 
+# These matrices are so small that threads wait for each other longer than they compute:
+# with two of them, on a busy machine, an SVD took 20 times as long.
+torch.set_num_threads(1)
 LONG = args.num_steps >= 120  # below that, losses say little
 runs = partial(lab.run, steps=args.num_steps, seed=args.seed)
 
