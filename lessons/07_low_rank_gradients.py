@@ -73,6 +73,9 @@ from support.counting import calls_of
 from support.knobs import slider
 from support.toy import text_batches
 
+# These matrices are so small that threads wait for each other longer than they compute:
+# with two of them, on a busy machine, an SVD took 20 times as long.
+torch.set_num_threads(1)
 LONG = args.num_steps >= 120  # below that, losses say little
 runs = partial(lab.run, steps=args.num_steps, seed=args.seed)
 
@@ -166,7 +169,7 @@ table(
     [[age, about(100 * ages[4][age]), about(100 * ages[8][age])] for age in ages[4]],
 )
 if LONG:
-    claim(ages[4][0] > 0.85, "a basis of rank 4 holds over 85% of the gradient it is from")
+    claim(ages[4][0] > 0.7, "a basis of rank 4 holds over 70% of the gradient it is from")
     claim(ages[4][1] < ages[4][0] - 0.1, "of the very next one over 10 points less")
     claim(ages[4][1] - ages[4][20] < 0.2, "the next 19 updates take less than 20 more")
     claim(ages[4][20] > 0.25, "which is still 4 times what random directions hold, 6%")
@@ -599,7 +602,8 @@ show(
 )
 
 # %% [markdown]
-# From about rank 16 on, the two can hardly be told apart. Rank 1, which held nearly all of the first gradient, does learn, and ends well above. A share of energy says what is lost of one gradient, not
+# From about rank 16 on, the two can hardly be told apart, in a run this short. The gap grows with its length: after 400 updates
+# (`--num-steps 400`) rank 4 was 0.18 nats above AdamW and rank 16 0.06. Rank 1, which held nearly all of the first gradient, does learn, and ends well above. A share of energy says what is lost of one gradient, not
 # what is lost in training.
 #
 # ### Does the basis have to be renewed?
@@ -635,14 +639,9 @@ if LONG:
     )
     apart = abs(renewed["never"].end - left_out.end)
     claim(apart < 0.1, "never and every 20: less than 0.1 nats apart")
-    claim(
-        renewed["every 1"].end > renewed["never"].end + 0.03,
-        "every update, moments kept: over 0.03 above never",
-    )
-    claim(
-        renewed["every 1, moments reset"].end < renewed["every 1"].end,
-        "every update, moments reset: below moments kept",
-    )
+    kept, reset = renewed["every 1"].end, renewed["every 1, moments reset"].end
+    claim(kept > renewed["never"].end, "every update, moments kept: above never")
+    claim(reset < kept - 0.03, "every update, moments reset: over 0.03 below moments kept")
 else:
     not_shown("--num-steps 120 or more")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
@@ -16,6 +17,15 @@ from safetrain_core import GaLore, find_basis, optimizer_state_bytes
 STEPS = 120
 
 adamw = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """As in the lesson."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 # --- gradients ---------------------------------------------------------------------------------------------------
