@@ -224,6 +224,11 @@ def _train(args: argparse.Namespace) -> int:
     if args.world_size < 1 or (started is not None and args.world_size not in (1, started)):
         limit = "at least 1" if started is None else f"{started}, as torchrun has started, or left out"
         raise ValueError(f"--world-size {args.world_size} must be {limit}")
+    if config.use_galore and max(args.world_size, started or 1) > 1:
+        raise ValueError(
+            "use_galore=true is for one process: each rank holds a part of every weight; leave it at false"
+        )
+    _refuse_no_checkpoint_between(args, config)
     from .minigpt import MiniGPTConfig
     from .train.run import run_everywhere
     from .train.worker import Job
@@ -231,6 +236,17 @@ def _train(args: argparse.Namespace) -> int:
     size = MiniGPTConfig(1, args.context, args.layers, args.heads, args.width, args.dropout, args.tied)
     job = Job(config, size, args.out, args.corpus, args.device, args.resume, args.overwrite, witness=args.verify_resume)
     return run_everywhere(job, args.world_size, under_torchrun=started is not None)
+
+
+def _refuse_no_checkpoint_between(args: argparse.Namespace, config: TrainConfig) -> None:
+    """``ValueError`` where --verify-resume will find no checkpoint to resume from: before the run, not after it."""
+    steps, every = config.max_steps, config.checkpoint_every_n_steps
+    others = (args.resume, config.checkpoint_every_seconds, config.eval_every_n_steps)
+    if args.verify_resume and steps is not None and every >= steps and others == (None, None, None):
+        raise ValueError(
+            f"--verify-resume needs a checkpoint before the run's end (step {steps}); lower "
+            f"--checkpoint-every-n-steps, {every} now"
+        )
 
 
 def _torchrun() -> bool:

@@ -165,6 +165,7 @@ def alive(out):
     [
         (("--world-size", 0), "--world-size 0 must be at least 1"),
         (("--world-size", 2, "--async-save"), "async_save=true is for one process"),
+        (("--world-size", 2, "--use-galore"), "use_galore=true is for one process"),
         (("--world-size", 2, "--corpus", "no-such-file"), "corpus no-such-file does not exist"),
         (("--world-size", 2, "--device", "cuda:7"), "--device cuda:7 is not available"),
         (
@@ -178,6 +179,7 @@ def test_a_mistake_is_told_in_one_line_with_status_2(tmp_path, flags, words):
     assert done.returncode == 2, done.stderr
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "STEP" not in done.stdout, "refused after the run, not before it"
 
 
 def test_a_folder_that_holds_a_run_is_refused_on_all_ranks_in_one_line(launched):

@@ -78,7 +78,7 @@ def measure_recompute(
     size. Enter autocast around the call to count what it does. A second call counts the same.
 
     Raises:
-        ValueError: as ``apply_recompute``; ``timed_runs`` below 0.
+        ValueError: as ``apply_recompute``; ``timed_runs`` below 0; a batch that is no pair.
 
     >>> model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in "abcd"))
     >>> batch = torch.ones(16, 8), torch.ones(16, 8)
@@ -125,6 +125,8 @@ def step_of(
 
     Gradients, buffers, training flags and random states are as before.
     """
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise ValueError(f"batch must be a tuple (inputs, targets), not a {type(batch).__name__}")
     inputs, targets = batch
     loss_of = loss_fn or _default_loss
     gradients = {p: p.grad for p in model.parameters()}

@@ -45,12 +45,12 @@ class RecomputePlan:
 
     def report(self) -> str:
         """A table of the options, and the advice."""
-        rows = [f"{'policy':<15}{'activations':>14}{'more FLOPs':>12}   fits {self.usable_bytes / 1e9:.2f} GB"]
+        rows = [f"{'policy':<15}{'activations':>14}{'more FLOPs':>12}   fits {_size(self.usable_bytes)}"]
         for option in self.options:
             fits = "yes" if option.activation_bytes <= self.usable_bytes else "no"
-            host = f", {option.host_bytes / 1e9:.2f} GB on the host" if option.host_bytes else ""
+            host = f", {_size(option.host_bytes)} on the host" if option.host_bytes else ""
             mark = "   <- the plan" if option == self.choice else ""
-            size, overhead = f"{option.activation_bytes / 1e9:>11.2f} GB", f"{option.overhead:>11.1%}"
+            size, overhead = f"{_size(option.activation_bytes):>14}", f"{option.overhead:>11.1%}"
             rows.append(f"{option.name:<15}{size}{overhead}   {fits}{host}{mark}")
         return "\n".join([*rows, "", self.advice])
 
@@ -106,8 +106,18 @@ def plan_recompute(
     steps = math.ceil(batch / micro) if micro else None
     state = 4 * BYTES[dtype] * (layers * (12 * hidden**2 + 9 * hidden) + (vocab + seq + 2) * hidden)
     advice = _advice(shape, options, choice, usable, micro, steps)
-    advice += f"\nNot in the budget: weights, gradients and AdamW moments in {dtype}, {state / 1e9:.1f} GB."
+    advice += f"\nNot in the budget: weights, gradients and AdamW moments in {dtype}, {_size(state)}."
     return RecomputePlan(choice, options, budget_bytes, usable, micro, steps, state, advice)
+
+
+def _size(count: float) -> str:
+    """Bytes in words; a small model's are not 0.00 GB.
+
+    >>> [_size(count) for count in (72e9, 12_345_678, 4_321_000, 12_300, 0)]
+    ['72.00 GB', '0.01 GB', '4.32 MB', '12.30 kB', '0.00 kB']
+    """
+    unit, name = (1e9, "GB") if count >= 1e7 else (1e6, "MB") if count >= 1e5 else (1e3, "kB")
+    return f"{count / unit:.2f} {name}"
 
 
 def _cheapest(options: tuple[RecomputeOption, ...], usable: int) -> RecomputeOption | None:
@@ -138,11 +148,11 @@ def _advice(
 ) -> str:
     if choice is not None:
         return (
-            f"Plan: {choice.name}, {choice.activation_bytes / 1e9:.2f} GB of activations at the peak, "
+            f"Plan: {choice.name}, {_size(choice.activation_bytes)} of activations at the peak, "
             f"{choice.overhead:.1%} more FLOPs."
         )
     least = min((o for o in options if o.policy != "offload"), key=lambda o: o.activation_bytes)
-    told = f"Nothing fits: the least is {least.name} with {least.activation_bytes / 1e9:.2f} GB"
+    told = f"Nothing fits: the least is {least.name} with {_size(least.activation_bytes)}"
     if micro is not None:
         cheapest = _cheapest(tuple(dataclasses.replace(shape, batch=micro).options()), usable)
         how = cheapest.name if cheapest is not None else ""

@@ -102,6 +102,8 @@ def _device_names(config: TrainConfig, home: str, devices: Sequence[str | torch.
     if devices is None:
         cuda = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
         devices = [home, *(name for name in (*cuda, "cpu") if name != home)]
+        if len(devices) < 2:
+            raise ValueError(f"switch_on_thermal has no device to move to: {home} is the only one here; leave it off")
     names = tuple(str(torch.device(device)) for device in devices)
     if names[:1] != (home,):
         raise ValueError(f"thermal_devices={list(names)} must begin with the model's own device, {home}")

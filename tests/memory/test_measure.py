@@ -194,3 +194,10 @@ def test_offload_counts_what_would_wait_on_the_host_and_on_another_device_takes_
     assert cost.activation_bytes < 0.2 * plain.activation_bytes
     assert cost.host_bytes > 0.9 * plain.kept_bytes
     assert cost.recompute_flops == 0
+
+
+@pytest.mark.parametrize("batch", [torch.ones(2, 4), torch.ones(16, 4), (torch.ones(2, 4),)])
+def test_a_batch_without_targets_is_refused_not_cut_in_two(batch):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"batch must be a tuple \(inputs, targets\)"):
+        measure_recompute(model, batch)

@@ -238,3 +238,10 @@ def test_a_mistake_on_the_command_line_is_one_line_and_status_2(flags, told, cap
 def test_an_option_is_plain_data():
     option = plan_for(SHAPES[0], "flash").options[0]
     assert dataclasses.asdict(option)["policy"] == "none"
+
+
+def test_a_small_models_bytes_are_not_all_0_gb(capsys):
+    assert main(["plan", "--layers", "3", "--hidden", "96", "--seq", "17", "--budget-gb", "0.0001"]) == 1
+    shown = capsys.readouterr().out
+    assert "fits 90.00 kB" in shown
+    assert "0.00 GB" not in shown

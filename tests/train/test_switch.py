@@ -224,6 +224,7 @@ def test_autocast_and_scaler_follow_the_device_and_the_factor_waits_for_the_retu
     ("devices", "config", "told"),
     [
         (["cpu:1", "cpu"], {}, "must begin with the model's own device, cpu"),
+        (None, {}, "no device to move to: cpu is the only one here"),
         (["cpu"], {}, "must be at least two different devices; add cpu"),
         (["cpu", "cpu"], {}, "must be at least two different devices"),
         (["cpu", "cuda:99"], {}, "thermal_devices: cuda:99 is not available"),
