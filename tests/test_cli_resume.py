@@ -221,3 +221,11 @@ def test_verify_of_nothing_is_a_mistake(tmp_path, capsys):
     assert main(["verify", str(tmp_path / "none")]) == 2
     assert main(["verify", str(tmp_path)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_a_run_that_has_its_steps_says_so_when_it_is_resumed(tmp_path, capsys):
+    flags = ["train", "--steps", "2", "--layers", "1", "--width", "16", "--context", "16", "--corpus", __file__]
+    assert main([*flags, "--out", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main([*flags, "--out", str(tmp_path), "--resume"]) == 0
+    assert "nothing to do: 2 updates are behind, max_steps=2" in capsys.readouterr().out

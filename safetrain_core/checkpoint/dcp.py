@@ -71,6 +71,11 @@ def save_dcp(
     folder = Path(dest_dir)
     error: str | None = None
     try:
+        if not isinstance(state, Mapping):
+            raise ValueError(
+                f"state is a {type(state).__name__}, expected a dict of what is to be saved: "
+                '{"model": model.state_dict(), "optimizer": optimizer.state_dict(), ...}'
+            )
         tensors, rest = tensors_in(state), plain_part(state)
         payload = {"schema": DCP_SCHEMA, "rank": rank(), "step": step, "own": plain(dict(own or {}), "own")}
         payload["common"] = plain(rest, "state") if rank() == 0 else {}

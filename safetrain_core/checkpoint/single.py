@@ -239,9 +239,16 @@ def check_fit(
     saved_rules = (payload["scheduler"] or {}).get("lr_lambdas")
     if scheduler is not None and saved_rules is not None and saved_rules != scheduler.state_dict().get("lr_lambdas"):
         raise CheckpointError(
-            f"{path} was made with another schedule: {saved_rules[0]}, here {scheduler.state_dict()['lr_lambdas'][0]}; "
-            "keep its kind, length and warm-up"
+            f"{path} was made with another schedule: {_in_words(saved_rules[0])}, here "
+            f"{_in_words(scheduler.state_dict()['lr_lambdas'][0])}; keep it, by scheduler_type, "
+            "scheduler_total_steps and scheduler_warmup_ratio, also where max_steps is raised"
         )
+
+
+def _in_words(rule: Any) -> str:
+    if not isinstance(rule, dict):
+        return str(rule)
+    return ", ".join(f"{name} {value}" for name, value in rule.items() if value is not None)
 
 
 def _check_model(saved: dict[str, Any], path: StrPath, model: nn.Module) -> None:

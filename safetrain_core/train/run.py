@@ -43,7 +43,9 @@ def run_everywhere(job: Job, ranks: int, *, under_torchrun: bool = False) -> int
         if fall.kind == "KeyboardInterrupt":
             raise KeyboardInterrupt from fall
         if fall.kind.endswith("Error") and fall.kind in {kind.__name__ for kind in SafeTrainError.__subclasses__()}:
-            raise SafeTrainError(f"rank {fall.rank}: {fall.text}") from fall
+            # What is wrong with a checkpoint is the same on every rank.
+            rank = "" if fall.kind == "CheckpointError" else f"rank {fall.rank}: "
+            raise SafeTrainError(rank + fall.text) from fall
         raise
 
 

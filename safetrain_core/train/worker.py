@@ -214,6 +214,8 @@ def _run(job: Job) -> Report:
         if job.resume is not None:
             found = trainer.resume(None if job.resume == "auto" else job.resume)
             about += "\n" + (f"resumed from step {trainer.state.step}: {found}" if found else "starting fresh")
+            if config.max_steps is not None and trainer.state.updates >= config.max_steps:
+                about += f"\nnothing to do: {trainer.state.updates} updates are behind, max_steps={config.max_steps}"
         else:
             _on_main(lambda: _remove_old_run(out))
         began = trainer.state.step

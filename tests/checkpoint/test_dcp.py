@@ -203,3 +203,8 @@ def test_a_manifest_with_anything_in_any_place_is_read_or_refused_by_name(saved,
     except CheckpointError:
         return
     assert read.world_size == json.loads(kept)["world_size"], "what is read is as good as what was there"
+
+
+def test_an_object_in_place_of_a_state_is_refused_with_what_to_pass(tmp_path):
+    with pytest.raises(ValueError, match=r"state is a Linear, expected a dict .* model\.state_dict\(\)"):
+        save_dcp(torch.nn.Linear(1, 1), tmp_path, step=1)
