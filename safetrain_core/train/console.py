@@ -7,12 +7,14 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ..config import TrainConfig
 from ..records import StepLog
-from .ranks import RankFacts
 from .result import FitResult
+
+if TYPE_CHECKING:
+    from .ranks import RankFacts  # torch comes with it, and a warning needs none
 
 __all__ = ["plain_warnings", "print_ranks", "print_summary", "row_printer", "say"]
 
@@ -77,6 +79,7 @@ def print_summary(out: Path, config: TrainConfig, result: FitResult) -> None:
 def print_ranks(facts: Sequence[RankFacts]) -> None:
     """What each rank holds, beside 12 P / N bytes.
 
+    >>> from safetrain_core.train.ranks import RankFacts
     >>> print_ranks([RankFacts(r, 8, 4, 16, 32, 1.5) for r in range(2)])
     rank   weights held   weights + optimizer, bytes   12 P / N, bytes   parameter norm
        0              4                           48                48       1.50000000
