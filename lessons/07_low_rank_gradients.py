@@ -662,7 +662,7 @@ ms = lab.update_ms()
 table(
     "update_ms",
     ["one update", "ms", "of fused AdamW's"],
-    [[name, about(t, 3), about(t / ms[lab.PLAIN], 3)] for name, t in ms.items()],
+    [[name, about(t, 3).rjust(8), about(t / ms[lab.PLAIN], 3)] for name, t in ms.items()],
 )
 claim(ms[lab.BETWEEN] > 1.5 * ms[lab.PLAIN], "between bases: over 1.5 times fused AdamW")
 claim(ms[lab.NEW_SVD] > 3 * ms[lab.BETWEEN], "with an SVD: over 3 times that")
