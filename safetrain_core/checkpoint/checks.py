@@ -16,6 +16,7 @@ LARGEST_NUMBER = 2**62
 
 
 def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The pairs of a JSON object as a dict; ``ValueError`` where a key is there twice."""
     made = dict(pairs)
     if len(made) != len(pairs):
         raise ValueError("a key is there twice")

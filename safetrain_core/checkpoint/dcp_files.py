@@ -138,6 +138,7 @@ def verify_dcp(src_dir: StrPath) -> DcpManifest:
 
 
 def check_file(file: SummedFile, folder: Path, whose: str) -> None:
+    """``CheckpointError`` where a file is missing, a link, of another size or of another sum than it should be."""
     path = folder / file.path
     try:
         about = os.lstat(path)
@@ -182,6 +183,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def read_index(part: Path, manifest: DcpManifest) -> Any:
+    """DCP's own index, read by an unpickler of few classes; ``CheckpointError`` for another pickle or path."""
     path = part / ".metadata"
     try:
         with open(path, "rb") as file:

@@ -26,6 +26,7 @@ AT_ONCE = 8
 
 
 def numel_of(state: Mapping[str, Any]) -> int:
+    """Elements of a rank's ``param_shard``; 0 where it has none."""
     return state[FLAT].numel() if state.get(FLAT) is not None else 0
 
 
@@ -35,6 +36,7 @@ def processors() -> int:
 
 
 def beside_one_another(work: Callable[[int], Any], count: int) -> list[Any]:
+    """What ``work`` returns for 0 to ``count`` - 1, a few at a time in threads, in order."""
     with ThreadPoolExecutor(min(count, AT_ONCE)) as pool:
         return list(pool.map(work, range(count)))
 

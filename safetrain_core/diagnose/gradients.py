@@ -141,6 +141,7 @@ def mapped(value: Any, work: Callable[[Tensor], Tensor]) -> Any:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in a nested value, in order."""
     found: list[Tensor] = []
 
     def note(tensor: Tensor) -> Tensor:

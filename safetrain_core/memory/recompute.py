@@ -109,6 +109,7 @@ def remove_recompute(model: nn.Module) -> nn.Module:
 
 
 def wrappers_of(model: nn.Module) -> list[Recomputed]:
+    """What ``apply_recompute`` has put in place of the forward of layers; empty where it has not."""
     found = (module.__dict__.get("forward") for module in model.modules())
     return [wrapper for wrapper in found if isinstance(wrapper, Recomputed)]
 
