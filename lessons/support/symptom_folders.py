@@ -1,4 +1,4 @@
-"""Symptoms 9 to 14 of lesson 00: checkpoint folders that are really damaged, and what the doctor makes of them.
+"""Symptoms 9 to 12, and 14, of lesson 00: checkpoint folders that are really damaged, and what the doctor makes of them.
 
 Each function saves something tiny in a temporary folder, does to it what people and machines do to checkpoints, and
 tries to load it. With ``mended=True`` it saves or loads as one should.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -31,11 +30,11 @@ from safetrain_core import (
     save_sharded,
     verify_checkpoints,
 )
-from safetrain_core.checkpoint.manifest import MANIFEST, SHARD_SCHEMA, Shard, ShardManifest
-from torch import Tensor, nn
+from safetrain_core.checkpoint.manifest import SHARD_SCHEMA
+from torch import nn
 
 from . import toy
-from .sharded_resume import said, sum_of_file, visible_memory
+from .sharded_resume import said
 from .symptom_page import Picture, Shown
 
 RANKS = 4
@@ -71,7 +70,7 @@ def other_ranks(seed: int, mended: bool) -> Shown:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "step_00000010")
         save_sharded(shards_of(seed, 10), path, step=10)
-        return _looked_through(
+        return looked_through(
             folder,
             [
                 f"saved on {RANKS} ranks, loading on {ranks}",
@@ -102,7 +101,7 @@ def cut_save(seed: int, mended: bool) -> Shown:
                 part = whole if rank == 0 else whole[: len(whole) // 2]
                 with open(next(path.glob(f"rank{rank}.*")), "r+b") as file:
                     file.write(part)
-        return _looked_through(
+        return looked_through(
             folder,
             [attempt(lambda: load_sharded(path, RANKS), "loaded: step 20, all four ranks")],
             verify_checkpoints(folder),
@@ -120,7 +119,7 @@ def lost_shard(seed: int, mended: bool) -> Shown:
         copied = there / path.name
         shown = ["here:  " + _listing(path), "there: " + _listing(copied)]
         shown.append(attempt(lambda: load_sharded(copied, RANKS), "loaded on four ranks"))
-        return _looked_through(folder, shown, verify_checkpoints(there))
+        return looked_through(folder, shown, verify_checkpoints(there))
 
 
 def other_schema(seed: int, mended: bool) -> Shown:
@@ -140,101 +139,7 @@ def other_schema(seed: int, mended: bool) -> Shown:
             load_checkpoint(path, toy.tiny_mlp(seed + 1), optimizer, None)
 
         shown = [attempt(load, "loaded: step 10")]
-        return _looked_through(folder, shown, verify_checkpoints(folder))
-
-
-#: Symptom 13: two ranks have half of the 64 words each, and the last word of each half is in every 100th batch only.
-WORDS, WIDTH, LABELS, RARE, EVERY = 64, 16, 8, (31, 63), 100
-#: The checkpoint's step, and the bytes of each file that never reached the disk: those of its last word.
-SAVED_AT, LOST = 20, 4 * WIDTH
-
-
-def _words(step: int, seed: int) -> tuple[Tensor, Tensor]:
-    draws = torch.Generator().manual_seed(100_003 * seed + step)
-    words = torch.randint(0, WORDS - len(RARE), (16,), generator=draws)
-    words += (words >= RARE[0]).long()
-    if step % EVERY == 0:
-        words[:2] = torch.tensor(RARE)
-    return words, words % LABELS
-
-
-def _speaker(seed: int) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, LABELS))
-
-
-def _flat(model: nn.Sequential) -> list[nn.Parameter]:
-    """The weights in the order of the flat parameter: the head, then word after word."""
-    return [model[1].weight, model[1].bias, model[0].weight]
-
-
-def _train(model: nn.Module, first: int, last: int, seed: int) -> list[float]:
-    losses = []
-    for step in range(first, last + 1):
-        words, labels = _words(step, seed)
-        loss = F.cross_entropy(model(words), labels)
-        model.zero_grad()
-        loss.backward()
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight -= 0.3 * weight.grad
-        losses.append(loss.item())
-    return losses
-
-
-def partial_shard(seed: int, mended: bool) -> Shown:
-    """13. Power fails when the manifest is on the disk and the last bytes of the shards are not; the loader asks nothing."""
-    model = _speaker(seed)
-    losses = _train(model, 1, SAVED_AT, seed)
-    flat = nn.utils.parameters_to_vector(_flat(model)).detach()
-    half = WIDTH * WORDS // 2
-    pieces = list(flat.split([len(flat) - half, half]))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, f"step_{SAVED_AT:08d}")
-        if mended:
-            save_sharded([{"param_shard": piece} for piece in pieces], path, SAVED_AT)
-            loaded = [state["param_shard"] for state in load_sharded(path, 2)[1]]
-        else:
-            _save_raw(pieces, path)
-            with visible_memory():  # what torch.empty finds is NaN here, and anything elsewhere
-                loaded = [_read_raw(path, r, len(p)) for r, p in enumerate(pieces)]
-        resumed = _speaker(seed + 1)
-        nn.utils.vector_to_parameters(torch.cat(loaded), _flat(resumed))
-        losses += _train(resumed, SAVED_AT + 1, 2 * EVERY - SAVED_AT, seed)
-        told = verify_checkpoints(folder)
-        good = next((i for i, loss in enumerate(losses) if loss != loss), len(losses))
-        lines = [f"saved after step {SAVED_AT}, loaded without an error"]
-        lines += [f"{good - SAVED_AT} steps with a good loss after the resume"]
-        if good < len(losses):
-            lines.append(f"step {good + 1}: loss {losses[good]}, and so on to the end")
-        shown = _looked_through(folder, lines, told)
-    shown.picture = Picture("loss", {"loss": losses})
-    shown.picture.marks = [good + 1] if good < len(losses) else []
-    return shown
-
-
-def _save_raw(pieces: list[Tensor], folder: Path) -> None:
-    """A raw file per rank, and a manifest; of each file the last bytes never get to the disk."""
-    folder.mkdir()
-    shards, offset = [], 0
-    for rank, piece in enumerate(pieces):
-        path = folder / f"rank{rank}.bin"
-        path.write_bytes(piece.numpy().tobytes())
-        size = path.stat().st_size
-        shards.append(Shard(rank, path.name, sum_of_file(path), size, offset, len(piece)))
-        offset += len(piece)
-    manifest = ShardManifest(SHARD_SCHEMA, len(pieces), SAVED_AT, 0.0, tuple(shards))
-    (folder / MANIFEST).write_text(json.dumps(manifest.to_json()))
-    for shard in shards:
-        path = folder / shard.path
-        path.write_bytes(path.read_bytes()[:-LOST])
-
-
-def _read_raw(folder: Path, rank: int, count: int) -> Tensor:
-    memory = torch.empty(count)
-    with open(folder / f"rank{rank}.bin", "rb") as file:
-        file.readinto(memory.numpy())  # tells how many bytes it got; nobody asks
-    return memory
+        return looked_through(folder, shown, verify_checkpoints(folder))
 
 
 def never_rotated(seed: int, mended: bool) -> Shown:
@@ -250,9 +155,8 @@ def never_rotated(seed: int, mended: bool) -> Shown:
             kilobytes.append(sum(file.stat().st_size for file in files) / 1000)
         grown = round(kilobytes[-1] / kilobytes[0])
         lines = [f"24 saves, and {grown} times the room of one"]
-        shown = _looked_through(folder, lines, verify_checkpoints(folder))
-    shown.picture = Picture("room on the disk (kB)", {"checkpoints": kilobytes}, xlabel="save")
-    return shown
+        picture = Picture("kB on the disk", {"checkpoints": kilobytes}, xlabel="save")
+        return looked_through(folder, lines, verify_checkpoints(folder), picture)
 
 
 def _listing(folder: Path) -> str:
@@ -260,9 +164,12 @@ def _listing(folder: Path) -> str:
     return " ".join(sorted(said(name) for name in names))
 
 
-def _looked_through(folder: str, lines: list[str], told: Checkup) -> Shown:
+def looked_through(
+    folder: str, lines: list[str], told: Checkup, picture: Picture | None = None
+) -> Shown:
     """The doctor's findings, with ``run`` in place of the temporary folder's name."""
-    return Shown(lines, [_relative(finding, folder) for finding in told.findings])
+    findings = [_relative(finding, folder) for finding in told.findings]
+    return Shown(lines, findings, picture)
 
 
 def _relative(finding: Finding, folder: str) -> Finding:

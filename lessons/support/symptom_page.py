@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from .doctor import told
 from .figures import draw, log_scale, mark_skips, png_of, style
 
 if TYPE_CHECKING:
@@ -16,19 +15,20 @@ if TYPE_CHECKING:
     from safetrain_core import Finding, StepLog
 
 
-@dataclass
+@dataclass(frozen=True)
 class Picture:
-    """Curves over steps from 1, by their label; steps to mark as evidence (None: the first finding's); SKIP steps."""
+    """Curves over steps from 1, by their label; steps to mark (None: the first finding's evidence); SKIP steps."""
 
     ylabel: str
     curves: dict[str, Sequence[float | None]]
     log: bool = False
-    marks: list[int] | None = None
-    skips: list[int] = field(default_factory=list)
+    marks: Sequence[int] | None = None
+    marked: str = "the doctor's evidence"
+    skips: Sequence[int] = ()
     xlabel: str = "step"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Shown:
     """A symptom, produced: lines as its user would see them, the doctor's findings, and a picture where one helps."""
 
@@ -40,6 +40,12 @@ class Shown:
     def first(self) -> Finding | None:
         """The finding that names the symptom; None where nothing was found."""
         return self.findings[0] if self.findings else None
+
+
+def losses_of(rows: Sequence[StepLog]) -> Picture:
+    """The losses of a run on a log scale, and its SKIP rows."""
+    skips = [row.step for row in rows if row.skipped]
+    return Picture("loss", {"loss": [row.loss for row in rows]}, log=True, skips=skips)
 
 
 def rows_around(rows: Sequence[StepLog], step: int, after: int = 4) -> list[str]:
@@ -68,6 +74,8 @@ def figure_of(shown: Shown, title: str) -> Figure:
         ax.plot(*zip(*points, strict=True), label=label, **look)
     if picture.log:
         log_scale(ax)
+    else:
+        ax.set_ylim(bottom=0)
     ax.set_xlim(0, 1 + max(map(len, picture.curves.values())))
     mark_skips(ax, picture.skips)
     marks = picture.marks
@@ -81,11 +89,13 @@ def figure_of(shown: Shown, title: str) -> Figure:
             ax.axvline(step, color="#000000", linewidth=0.8, linestyle=":")
         ax.plot(
             marks, [1.0] * len(marks), transform=foot, linestyle="none", marker="v", color="#000000",
-            label="the doctor's evidence", clip_on=False,
+            label=picture.marked, clip_on=False,
         )  # fmt: skip
     handles, labels = ax.get_legend_handles_labels()
     if len(labels) > 1:
-        fig.legend(handles, labels, frameon=False, fontsize=9, loc="outside lower center", ncols=4)
+        fig.legend(
+            handles, labels, frameon=False, fontsize=9, loc="outside lower center", ncols=4
+        )
     return fig
 
 
@@ -93,6 +103,7 @@ PRE = (
     "white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.35; margin: 0.4em 0; "
     "font-family: var(--jp-code-font-family, monospace); font-size: 13px"
 )
+CELL = "text-align: left; vertical-align: top; white-space: normal; padding: 2px 8px; line-height: 1.35"
 
 
 def page_of(shown: Shown, title: str, source: str = "") -> str:
@@ -102,12 +113,29 @@ def page_of(shown: Shown, title: str, source: str = "") -> str:
         alt = f"{title}. {', '.join(shown.picture.curves)} over {shown.picture.xlabel}s."
         data = base64.b64encode(png_of(figure_of(shown, title))).decode()
         parts.append(f'<img alt="{escape(alt)}" src="data:image/png;base64,{data}">')
-    word = str(shown.first) if shown.first is not None else "Nothing found: all that was looked at holds."
-    parts += ["<b>The doctor says</b>", _pre(word)]
+    parts += ["<b>The doctor says</b>", _finding(shown.first)]
     if source:
-        parts.append(f"<details><summary>The code that did it</summary>{_pre(source)}</details>")
+        parts.append(
+            f"<details><summary>The code that did it</summary>{_pre(source)}</details>"
+        )
     return "\n".join(parts)
 
 
 def _pre(text: str) -> str:
     return f'<pre style="{PRE}">{escape(text)}</pre>'
+
+
+def _finding(finding: Finding | None) -> str:
+    """A finding as a table, whose long sentences wrap beside their names."""
+    if finding is None:
+        return "<p>Nothing found: all that was looked at holds.</p>"
+    rows = [("symptom", finding.symptom)]
+    rows += [("evidence", str(evidence)) for evidence in finding.evidence[:3]]
+    rows += [("cause", finding.cause), ("fix", finding.fix)]
+    rows += [("lesson", finding.lesson)] if finding.lesson else []
+    cells = "".join(
+        f'<tr><td style="{CELL}; font-weight: 600">{name}</td><td style="{CELL}">{escape(text)}</td></tr>'
+        for name, text in rows
+    )
+    mark = f"<p><code>{finding.severity.upper()} {finding.rule}</code></p>"
+    return f"{mark}<table>{cells}</table>"

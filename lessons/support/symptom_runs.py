@@ -1,4 +1,4 @@
-"""Symptoms 1 to 7 of lesson 00: small training loops that really have the fault, and what the doctor makes of them.
+"""Symptoms 1 to 5 of lesson 00: small training loops that really have the fault, and what the doctor reads in their logs.
 
 Each function trains something tiny with one fault in it. With ``mended=True`` the same loop runs without the fault.
 """
@@ -6,27 +6,14 @@ Each function trains something tiny with one fault in it. With ``mended=True`` t
 from __future__ import annotations
 
 import math
-import tempfile
-from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetrain_core import (
-    AmpTrainState,
-    StepLog,
-    capture_rng_state,
-    clip_global_l2_norm,
-    diagnose,
-    probe_accumulation,
-    probe_resume,
-    restore_rng_state,
-)
+from safetrain_core import AmpTrainState, StepLog, clip_global_l2_norm, diagnose
 from torch import Tensor, nn
 
 from . import toy
-from .symptom_page import Picture, Shown, rows_around
+from .symptom_page import Picture, Shown, losses_of, rows_around
 
 #: The step with the bad batch, where there is one.
 BAD_STEP = 30
@@ -52,8 +39,7 @@ def spike(seed: int, mended: bool) -> Shown:
         pre, post = clip_global_l2_norm(model, limit)
         optimizer.step()
         rows.append(StepLog(step, 0.3, float(pre), float(post), loss.item(), None))
-    picture = Picture("loss", {"loss": [row.loss for row in rows]}, log=True)
-    return Shown(rows_around(rows, BAD_STEP), diagnose(rows), picture)
+    return Shown(rows_around(rows, BAD_STEP), diagnose(rows), losses_of(rows))
 
 
 def overflow(seed: int, mended: bool) -> Shown:
@@ -86,36 +72,36 @@ def overflow(seed: int, mended: bool) -> Shown:
         rows.append(StepLog(step, 0.01, norm, after, loss.item(), factor, refused, reason))
     bad = sum(int(weight.isnan().sum()) for weight in model.parameters())
     total = sum(weight.numel() for weight in model.parameters())
-    picture = Picture("loss", {"loss": [row.loss for row in rows]}, log=True)
     return Shown(
         [*rows_around(rows, 12), f"{bad} of {total} weights are NaN"],
         diagnose(rows),
-        picture,
+        losses_of(rows),
     )
 
 
 def stuck_factor(seed: int, mended: bool) -> Shown:
     """3. A loop that leaves a bad step by a short way out, past scaler.update(): the factor that overflows stays."""
     model = toy.tiny_mlp(seed)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**19)
     rows = []
     for step, (x, y) in enumerate(toy.sensor_batches(30, seed), start=1):
         with torch.autocast("cpu", dtype=torch.float16):
-            loss = F.mse_loss(model(x), y)
+            loss = F.mse_loss(model(x), y, reduction="sum")
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         factor = scaler.get_scale()
         norm = _norm(model) / factor
         bad = not math.isfinite(norm)
         reason = "non_finite_grad" if bad else None
-        rows.append(StepLog(step, 0.01, norm, None, loss.item(), factor, bad, reason))
+        rows.append(StepLog(step, 0.001, norm, None, loss.item(), factor, bad, reason))
         if bad and not mended:
             continue  # "nothing to do here"
         scaler.step(optimizer)  # leaves the step out by itself where a gradient is Inf
         scaler.update()
-    picture = Picture("scaling factor", {"scaling factor": [r.scale for r in rows]}, log=True)
-    picture.skips = [row.step for row in rows if row.skipped]
+    factors = {"scaling factor": [row.scale for row in rows]}
+    skips = [row.step for row in rows if row.skipped]
+    picture = Picture("scaling factor", factors, log=True, skips=skips)
     return Shown(rows_around(rows, 2, after=8), diagnose(rows), picture)
 
 
@@ -138,7 +124,7 @@ def scaled_clip(seed: int, mended: bool) -> Shown:
         scaler.update()
         rows.append(StepLog(step, 0.01, float(pre), float(post), loss.item(), factor))
     picture = Picture(
-        "norm, and scaling factor",
+        "value",
         {"gradient norm": [r.pre_clip for r in rows], "scaling factor": [r.scale for r in rows]},
         log=True,
     )  # fmt: skip
@@ -160,123 +146,12 @@ def past_float16(seed: int, mended: bool) -> Shown:
     told = f"{state.skip_count} of {len(state.log)} steps were skipped"
     lines = [str(row) for row in state.log if row.skipped][:3]
     if lines:
-        lines = [*rows_around(state.log, state.skip_log[0].step, after=1), "...", *lines[1:]]
-    picture = Picture("loss", {"loss": [row.loss for row in state.log]}, log=True)
-    picture.skips = [row.step for row in state.skip_log]
-    return Shown([*lines, told], diagnose(state.log), picture)
-
-
-def undivided(seed: int, mended: bool) -> Shown:
-    """6. Sixteen micro-batches, each with its loss whole: the step is sixteen times that of one batch."""
-    count = 16
-    pieces = list(toy.sensor_batches(2, seed))
-    batch = torch.cat([x for x, _ in pieces]), torch.cat([y for _, y in pieces])
-
-    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = toy.tiny_mlp(seed)
-        return model, torch.optim.SGD(model.parameters(), lr=0.01)
-
-    def step(run: tuple[nn.Module, torch.optim.Optimizer], micro_batches: list) -> None:
-        model, optimizer = run
-        optimizer.zero_grad()
-        for x, y in micro_batches:
-            loss = F.mse_loss(model(x), y)
-            (loss / len(micro_batches) if mended else loss).backward()
-        optimizer.step()
-
-    def moved_by(micro_batches: list) -> float:
-        run = make()
-        before = nn.utils.parameters_to_vector(run[0].parameters()).detach()
-        step(run, micro_batches)
-        after = nn.utils.parameters_to_vector(run[0].parameters()).detach()
-        return float((after - before).norm())
-
-    one = moved_by([batch])
-    many = moved_by(list(zip(*(part.chunk(count) for part in batch), strict=True)))
-    lines = [
-        f"step on one batch of 64 rows: the weights move by {one:.4f}",
-        f"on {count} micro-batches of 4 rows: by {many:.4f}, {many / one:.1f} times as far",
-    ]
-    found = probe_accumulation(step, make, batch, accum_steps=count, unequal=False)
-    return Shown(lines, found)
-
-
-@dataclass
-class _Run:
-    """Symptom 7's run: dropout, and a position in its batches."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    at: int = 0
-
-
-def forgotten_rng(seed: int, mended: bool) -> Shown:
-    """7. A checkpoint with weights, optimizer and data position, but without the random numbers that dropout draws."""
-    batches = list(toy.sensor_batches(24, seed))
-
-    def make() -> _Run:
-        model = nn.Sequential(
-            nn.Linear(16, 32), nn.GELU(), nn.Dropout(0.3), nn.Linear(32, 1)
-        )
-        return _Run(model, torch.optim.AdamW(model.parameters(), lr=0.02))
-
-    def step(run: _Run) -> float:
-        x, y = batches[run.at]
-        loss = F.mse_loss(run.model(x), y)
-        run.optimizer.zero_grad()
-        loss.backward()
-        run.optimizer.step()
-        run.at += 1
-        return loss.item()
-
-    def save(run: _Run, path: Path) -> None:
-        saved = {
-            "model": run.model.state_dict(),
-            "optimizer": run.optimizer.state_dict(),
-            "at": run.at,
-        }
-        if mended:
-            saved["rng"] = capture_rng_state()
-        torch.save(saved, path)
-
-    def load(run: _Run, path: Path) -> None:
-        saved = torch.load(path, weights_only=True)
-        run.model.load_state_dict(saved["model"])
-        run.optimizer.load_state_dict(saved["optimizer"])
-        run.at = saved["at"]
-        if mended:
-            restore_rng_state(saved["rng"])  # last
-
-    found = probe_resume(save, load, step, make)
-    whole, resumed = _interrupted(seed, make, step, save, load)
-    bent = diagnose(resumed, baseline=whole)
-    named = [finding for finding in bent if finding.rule == "leaves_baseline"]
-    both = {"never interrupted": whole, "resumed after step 10": resumed}
-    picture = Picture("loss", {k: [row["loss"] for row in v] for k, v in both.items()})
-    picture.marks = [e.step for finding in named for e in finding.evidence]
-    lines = [
-        f"step {b['step']:2d}: loss {b['loss']:.6f} before, {a['loss']:.6f} with the resume"
-        for a, b in islice(zip(resumed, whole, strict=True), 8, 13)
-    ]
-    return Shown(lines, [*found, *bent], picture)
-
-
-def _interrupted(seed, make, step, save, load) -> tuple[list[dict], list[dict]]:
-    """The rows of a run that nothing happens to, and of one that is saved after step 10, built anew and loaded."""
-    rows = []
-    for stop in (None, 10):
-        torch.manual_seed(seed)
-        run, losses = make(), []
-        with tempfile.TemporaryDirectory() as folder:
-            for number in range(24):
-                if number == stop:
-                    save(run, Path(folder, "run.pt"))
-                    torch.manual_seed(seed)  # a new process begins so
-                    run = make()
-                    load(run, Path(folder, "run.pt"))
-                losses.append({"step": number + 1, "loss": step(run)})
-        rows.append(losses)
-    return rows[0], rows[1]
+        lines = [
+            *rows_around(state.log, state.skip_log[0].step, after=1),
+            "...",
+            *lines[1:],
+        ]
+    return Shown([*lines, told], diagnose(state.log), losses_of(state.log))
 
 
 def _norm(model: nn.Module) -> float:
