@@ -36,7 +36,17 @@
 # %%
 from pathlib import Path
 
-from support import claim, doctor, finish, lesson_args, not_shown, show, table, whole
+from support import (
+    claim,
+    doctor,
+    finish,
+    lesson_args,
+    not_shown,
+    say,
+    show,
+    table,
+    whole,
+)
 from support.environment import check, look
 from support.first_minute import first_minute_figure
 from support.knobs import buttons, dropdown
@@ -225,7 +235,8 @@ doctor(shown[3].findings, "scale_never_moves")
 # And one of a checkpoint, number 9. The run was saved on four ranks; the next job got two.
 
 # %%
-print("\n".join(shown[9].lines))
+for line in shown[9].lines:
+    say(line)
 doctor(shown[9].findings, "world_size_mismatch")
 
 # %% [markdown]
@@ -239,8 +250,8 @@ show(
     figure_of(shown[4], "The logged norm doubles whenever the factor does"),
     "norm_follows_scale",
     alt="Gradient norm and scaling factor over 36 steps on a log scale. The factor doubles every "
-    "8 steps, and the norm jumps with it each time. Triangles mark the steps that the "
-    "doctor names as evidence, before and after each jump.",
+    "8 steps, and the norm jumps with it. Triangles mark the steps that the doctor names "
+    "as evidence, before and after the first three jumps.",
 )
 
 # %% [markdown]

@@ -108,12 +108,12 @@ CELL = "text-align: left; vertical-align: top; white-space: normal; padding: 2px
 
 def page_of(shown: Shown, title: str, source: str = "") -> str:
     """HTML: the lines, the picture, what the doctor says first, and the code that did it to unfold."""
-    parts = [f"<b>{escape(title)}</b>", _pre("\n".join(shown.lines))]
+    parts = [f"<div><b>{escape(title)}</b></div>", _pre("\n".join(shown.lines))]
     if shown.picture is not None:
         alt = f"{title}. {', '.join(shown.picture.curves)} over {shown.picture.xlabel}s."
         data = base64.b64encode(png_of(figure_of(shown, title))).decode()
         parts.append(f'<img alt="{escape(alt)}" src="data:image/png;base64,{data}">')
-    parts += ["<b>The doctor says</b>", _finding(shown.first)]
+    parts += ["<div><b>The doctor says</b></div>", _finding(shown.first)]
     if source:
         parts.append(
             f"<details><summary>The code that did it</summary>{_pre(source)}</details>"
@@ -128,7 +128,7 @@ def _pre(text: str) -> str:
 def _finding(finding: Finding | None) -> str:
     """A finding as a table, whose long sentences wrap beside their names."""
     if finding is None:
-        return "<p>Nothing found: all that was looked at holds.</p>"
+        return "<div>Nothing found: all that was looked at holds.</div>"
     rows = [("symptom", finding.symptom)]
     rows += [("evidence", str(evidence)) for evidence in finding.evidence[:3]]
     rows += [("cause", finding.cause), ("fix", finding.fix)]
@@ -137,5 +137,5 @@ def _finding(finding: Finding | None) -> str:
         f'<tr><td style="{CELL}; font-weight: 600">{name}</td><td style="{CELL}">{escape(text)}</td></tr>'
         for name, text in rows
     )
-    mark = f"<p><code>{finding.severity.upper()} {finding.rule}</code></p>"
+    mark = f"<div><code>{finding.severity.upper()} {finding.rule}</code></div>"
     return f"{mark}<table>{cells}</table>"

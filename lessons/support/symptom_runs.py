@@ -102,7 +102,7 @@ def stuck_factor(seed: int, mended: bool) -> Shown:
     factors = {"scaling factor": [row.scale for row in rows]}
     skips = [row.step for row in rows if row.skipped]
     picture = Picture("scaling factor", factors, log=True, skips=skips)
-    return Shown(rows_around(rows, 2, after=8), diagnose(rows), picture)
+    return Shown(rows_around(rows, 2), diagnose(rows), picture)
 
 
 def scaled_clip(seed: int, mended: bool) -> Shown:
