@@ -101,7 +101,7 @@ def figure_of(shown: Shown, title: str) -> Figure:
 
 PRE = (
     "white-space: pre-wrap; overflow-wrap: anywhere; line-height: 1.35; margin: 0.4em 0; "
-    "font-family: var(--jp-code-font-family, monospace); font-size: 13px"
+    "font-family: var(--jp-code-font-family, monospace); font-size: 12px"
 )
 CELL = "text-align: left; vertical-align: top; white-space: normal; padding: 2px 8px; line-height: 1.35"
 
