@@ -248,19 +248,19 @@ class CalmHalf(Half):
     init_scale = 1024.0
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
-def test_what_a_real_scaler_skips_is_a_skip_and_too_many_of_them_are_warned_of(tmp_path, optim):
+@pytest.mark.parametrize(("optim", "steps"), [("adamw_torch", 1010), ("adamw_torch_fused", 80)])
+def test_what_a_real_scaler_skips_is_a_skip_and_too_many_of_them_are_warned_of(tmp_path, optim, steps):
     csv = tmp_path / "run.csv"
     trainer, callback = guarded(
         tmp_path,
         {"csv_log_path": str(csv), "skip_rate_alert": 0.1},
         trainer_class=Half,
         optim=optim,
-        max_steps=1010,
+        max_steps=steps,
         learning_rate=1e-4,
         logging_strategy="no",
     )
-    weights, took = [], []
+    weights = []
     trainer.add_callback(Watch(weights))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -269,15 +269,15 @@ def test_what_a_real_scaler_skips_is_a_skip_and_too_many_of_them_are_warned_of(t
     rows = rows_of(csv)
     assert [row["skipped"] == "0" for row in rows] == took
     skips = took.count(False)
-    assert skips > 100
+    assert skips > steps / 10
     assert {row["skip_reason"] for row in rows} == {"", "non_finite_grad"}
     assert float(rows[0]["scaler_scale"]) == 2.0**40
     assert float(rows[1]["scaler_scale"]) == 2.0**39
-    assert int(rows[-1]["updates"]) == 1010 - skips
+    assert int(rows[-1]["updates"]) == steps - skips
     said = [str(w.message) for w in caught if "skip rate" in str(w.message)]
-    assert len(said) == 1
-    assert "above 10.0%" in said[0]
-    assert callback.result.skip_rate == skips / 1010
+    assert len(said) == (steps > 1000)
+    assert all("above 10.0%" in text for text in said)
+    assert callback.result.skip_rate == skips / steps
 
 
 class Watch(transformers.TrainerCallback):
