@@ -1,31 +1,29 @@
-"""What both callbacks do beside a loop that is not ours: rows, skip-rate alert, doctor, loss-jump stop, thermal guard."""
+"""What both callbacks do beside a loop that is not ours: rows, skip-rate alert, doctor, loss jumps, thermal guard."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import math
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..config import TrainConfig
 from ..diagnose.rules_loss import nan_stays
 from ..diagnose.running import RunningDoctor
-from ..distributed import PAUSE, is_main, sums_and_agreement, world_size
+from ..distributed import PAUSE, is_main, world_size
 from ..errors import ThermalAbort, TrainingFailed
 from ..records import BASE_COLUMNS, SkipRateAlert, StepLog, TrainState
-from ..step.gradients import gathered
 from ..train.result import FitResult
 from ..train.sinks import RowLog, Sink, open_rows
 from ..train.telemetry import Attempt, row_cells
 from ..train.thermal import Thermal
 from ..train.thermal_setup import thermal_on_device
+from .window import Window, take_gradients_away
 
 __all__ = ["KNOBS", "HostRun"]
 
@@ -61,8 +59,8 @@ _BEGUN: weakref.WeakSet[HostRun] = weakref.WeakSet()
 class HostRun:
     """A run of somebody else's loop, as a callback tells of it: it reads numbers, and says when to wait or to stop.
 
-    A window goes ``begin_window``, ``see_batch`` for each micro-batch, ``before_update``, ``after_update``; with several
-    ranks all of them call these, and all get the same answers.
+    A step goes ``begin_window``, ``before_update``, ``after_update``; ``window`` is the present one. With several ranks
+    all of them call these, and all get the same answers.
 
     Args:
         knobs: fields of ``TrainConfig``, those in ``KNOBS``.
@@ -96,7 +94,8 @@ class HostRun:
         self._thermal: Thermal | None = None
         self._newest_good: Callable[[], str | None] = lambda: None
         self._stack = contextlib.ExitStack()
-        self._reset_window()
+        self._doctors: list[RunningDoctor] = []
+        self.begin_window(0)
 
     # --- a run ------------------------------------------------------------------------------------------------
 
@@ -107,7 +106,7 @@ class HostRun:
         newest_good: Callable[[], str | None],
         saved: Mapping[str, Any] | None = None,
     ) -> None:
-        """The host's loop begins; ``step`` above 0 is a run that goes on, with what ``state_dict`` gave as ``saved``."""
+        """The host's loop begins, or goes on from ``step``, with what ``state_dict`` gave at that step as ``saved``."""
         self.end()
         for other in list(_BEGUN):
             if other.config.csv_log_path is not None and other.config.csv_log_path == self.config.csv_log_path:
@@ -152,60 +151,23 @@ class HostRun:
 
     # --- a window ---------------------------------------------------------------------------------------------
 
-    def _reset_window(self) -> None:
-        self.losses: list[Tensor] = []
-        self._samples, self._began, self._row, self._asked = 0, time.perf_counter(), None, 0
-        self._limit: float | None = None
-
     def begin_window(self, epoch: int) -> None:
         """The first micro-batch of an optimizer step begins."""
-        self._reset_window()
-        self.state.epoch = epoch
+        self.window = Window(epoch)
+        self._limit: float | None = None  # that the window's loss has broken
 
-    def see_batch(self, batch: Any) -> None:
-        """Count the samples of a micro-batch, by the first dimension of its first tensor."""
-        self._samples += _samples_in(batch) or 0
-
-    def before_update(
-        self,
-        optimizer: Any,
-        loss: Tensor | None,
-        norm: Any,
-        *,
-        scaler: Any = None,
-        max_norm: float | None = None,
-        still_scaled: bool = False,
-    ) -> None:
-        """Read the window's numbers, all at once; where the loss has jumped, take the gradients away from the update.
-
-        Args:
-            loss: the window's mean loss on this rank. norm: of the unscaled gradients before the clip, over all ranks.
-            scaler: the host's GradScaler. max_norm: what the host clips to; 0 = it does not, None = nobody knows.
-            still_scaled: the optimizer unscales the gradients by itself, in its step: the norm is of scaled ones.
-        """
-        scale = float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else None
-        mean, pre = _read(loss, norm)
-        if pre is not None and still_scaled and scale:
-            pre /= scale
-        if world_size() > 1:
-            device = loss.device if loss is not None else None
-            asked = PAUSE if self._thermal is not None and self._thermal.hot else 0
-            told = torch.tensor([math.nan if mean is None else mean], dtype=torch.float64, device=device)
-            sums, self._asked = sums_and_agreement(told, asked)
-            mean = None if mean is None else sums[0] / world_size()
-        finite = pre is not None and math.isfinite(pre)
-        post = None
-        if pre is not None and finite and max_norm is not None:
-            post = min(pre, max_norm) if max_norm > 0 else pre
-        limit = self.state.loss_limit(self.config.loss_jump_factor, self.config.loss_jump_window)
-        # What the host's scaler is about to skip is no jump.
-        skips = scale is not None and pre is not None and not finite
-        jumps = limit is not None and mean is not None and not mean <= limit and not skips
-        self._limit = limit if jumps else None
-        lr = float(optimizer.param_groups[0]["lr"])
-        self._row = StepLog(0, lr, pre, post, mean, scale, jumps, "loss_jump" if jumps else None)
-        if jumps:
-            _take_gradients_away(optimizer, by_overflow=still_scaled and scale is not None)
+    def before_update(self, optimizer: Any, loss: Tensor | None, norm: Any, **how: Any) -> None:
+        """Read the window's numbers, see ``Window.read``; where the loss has jumped, keep it from being taken."""
+        window, config = self.window, self.config
+        asked = PAUSE if self._thermal is not None and world_size() > 1 and self._thermal.hot else 0
+        window.read(optimizer, loss, norm, **how, asked=asked)
+        row = window.row
+        limit = self.state.loss_limit(config.loss_jump_factor, config.loss_jump_window)
+        if row is None or row.loss is None or limit is None or row.loss <= limit or window.overflows:
+            return
+        self._limit = limit
+        window.row = replace(row, skipped=True, skip_reason="loss_jump")
+        take_gradients_away(optimizer, by_overflow=how.get("still_scaled", False) and row.scale is not None)
 
     def after_update(self, step: int, *, scaler: Any = None, skipped: bool = False) -> None:
         """The update has been taken, or left out: write its row, and look at it.
@@ -213,31 +175,26 @@ class HostRun:
         Args:
             step: the host's count of optimizer steps, this one included. skipped: the host says that it was skipped.
         """
-        row = self._row
+        row, window = self.window.row_of(step, scaler=scaler, skipped=skipped), self.window
         if row is None:
             return
-        seconds = max(time.perf_counter() - self._began, 1e-9)
-        row = replace(row, step=step)
-        if not row.skipped and (skipped or _was_skipped(row, scaler)):
-            bad_loss = row.loss is not None and not math.isfinite(row.loss)
-            row = replace(row, skipped=True, skip_reason="non_finite_loss" if bad_loss else "non_finite_grad")
-        self._count(row)
+        self._count(row, window.epoch)
         if self._limit is not None:
             self.failure = self._jumped(row, self._limit)
-        if is_main():
+        if self.log is not None:
             cells = self._thermal.cells(step) if self._thermal is not None else {}
-            attempt = Attempt((self.state.epoch, 0), self._samples * world_size(), seconds, cells)
+            attempt = Attempt((window.epoch, 0), window.samples * world_size(), window.seconds, cells)
             told: dict[str, Any] = {**row_cells(row, attempt, self.state.updates, 0, None), "retries": None}
-            if not self._samples:
+            if not window.samples:
                 told["effective_batch_size"] = told["samples_per_s"] = None
-            if self.log is not None:
-                self.log.write(told)
+            self.log.write(told)
+        if is_main():
             self._alert.see(step, row.skipped)
-            for doctor in self._doctors:
-                doctor.see(row)
+        for doctor in self._doctors:
+            doctor.see(row)
 
-    def _count(self, row: StepLog) -> None:
-        self.state.step = row.step
+    def _count(self, row: StepLog, epoch: int) -> None:
+        self.state.step, self.state.epoch = row.step, epoch
         if not row.skipped and row.loss is not None and math.isfinite(row.loss):
             self.state.accept(row.loss)
         elif not row.skipped:
@@ -251,8 +208,8 @@ class HostRun:
         path = self._newest_good()
         failure = TrainingFailed(
             f"loss={row.loss:.6g} at step {row.step} (loss_jump) is above {limit:.6g}, which is "
-            f"{self.config.loss_jump_factor:g} x the median of the last {self.config.loss_jump_window} accepted losses; "
-            "its update was left out, and training stops; look at that batch, then "
+            f"{self.config.loss_jump_factor:g} x the median of the last {self.config.loss_jump_window} accepted "
+            "losses; its update was left out, and training stops; look at that batch, then "
             + (f"resume from {path}" if path is not None else "start again: no checkpoint was saved"),
             step=row.step,
             reason="loss_jump",
@@ -260,7 +217,8 @@ class HostRun:
             newest_good=path,
             result=self.result,
         )
-        log.error("%s", failure)
+        if is_main():
+            log.error("%s", failure)
         return failure
 
     def see_validation(self, loss: Any) -> None:
@@ -272,60 +230,12 @@ class HostRun:
 
     @property
     def hot(self) -> bool:
-        """Whether to wait, or to end for heat, before the next window: this process says so, or one of several ranks."""
+        """Whether to wait, or to end, before the next window: this process says so, or one of several ranks."""
         if self._thermal is None:
             return False
-        return self._thermal.hot if world_size() == 1 else bool(self._asked & PAUSE)
+        return self._thermal.hot if world_size() == 1 else bool(self.window.requests & PAUSE)
 
     def wait(self, save: Callable[[], Any] = lambda: None) -> None:
         """Wait while it is too hot, after a ``save()``; ``ThermalAbort`` above critical, or when the sensor is lost."""
         if self._thermal is not None:
             self._thermal.before_window(self.log, save, lambda: False)
-
-
-def _read(*values: Any) -> list[float | None]:
-    """The values as floats, in one read of the host; None stays."""
-    tensors = {}
-    for i, value in enumerate(values):
-        if value is not None:
-            value = value.full_tensor() if hasattr(value, "full_tensor") else value
-            tensors[i] = torch.as_tensor(value).detach().reshape(())
-    told = dict(zip(tensors, gathered(list(tensors.values())).tolist(), strict=True)) if tensors else {}
-    return [told.get(i) for i in range(len(values))]
-
-
-def _was_skipped(row: StepLog, scaler: Any) -> bool:
-    """Whether the host's scaler has skipped the update: its gradients were not finite, or it has made its factor smaller.
-
-    Accelerate's own flag misses it where the optimizer is a fused one, which is called and leaves the update out itself.
-    """
-    if row.scale is None:
-        return False
-    overflowed = row.pre_clip is not None and not math.isfinite(row.pre_clip)
-    return overflowed or float(scaler.get_scale()) < row.scale
-
-
-def _take_gradients_away(optimizer: Any, *, by_overflow: bool) -> None:
-    """Make the optimizer's next step leave everything as it is: torch's optimizers pass over weights without gradient.
-
-    Args:
-        by_overflow: a scaler looks at the gradients only now, and wants some: an Inf makes it skip the step.
-    """
-    weights = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    for weight in weights:
-        if by_overflow:
-            weight.grad.fill_(math.inf)
-        else:
-            weight.grad = None
-
-
-def _samples_in(batch: Any) -> int | None:
-    """The first dimension of the first tensor in a batch, however nested; None where there is none.
-
-    >>> _samples_in({"name": "x", "input": [torch.zeros(3, 5), torch.zeros(7)]})
-    3
-    """
-    if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.dim() else 1
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return next((count for count in map(_samples_in, parts) if count is not None), None)

@@ -34,13 +34,13 @@ class SafeTrainerCallback(TrainerCallback):
 
     ``trainer.add_callback(SafeTrainerCallback(trainer, csv_log_path="run.csv", loss_jump_factor=2.0))``
 
-    It changes no number of a run that it does not stop. It reads what ``training_step`` returns and the norm that the
-    trainer's clip returns, so a loss of your own ``compute_loss`` is seen too, and a NaN that ``logging_nan_inf_filter``
-    hides. One read of the device per optimizer step; the trainer's own filter makes one per micro-batch.
+    It changes no number of a run that it does not stop. It reads what ``training_step`` returns, and the norm that the
+    trainer's clip returns: the loss of a ``compute_loss`` of your own is seen too, and a NaN that the trainer's
+    ``logging_nan_inf_filter`` hides. One read of the device per optimizer step; that filter makes one per micro-batch.
 
     - **Loss jump**: the update of that window is left out, and training stops; nothing more is saved or evaluated.
     - **Heat**: looked at after each optimizer step, and before the first. A pause saves the trainer's own checkpoint,
-      and waits in ``on_save``. An abort saves one, ends the training loop, and ``trainer.train()`` raises ``ThermalAbort``.
+      and waits in ``on_save``. An abort saves one, ends the loop, and ``trainer.train()`` raises ``ThermalAbort``.
     - **Several ranks** (DDP, FSDP): all stop and wait at the same step; rank 0 writes. DeepSpeed clips and steps by
       itself: there a jump stops training after its update.
     - **Resume**: the CSV goes on after the checkpoint's step, with no step twice.
@@ -48,7 +48,7 @@ class SafeTrainerCallback(TrainerCallback):
     Args:
         trainer: the Trainer that the callback is added to.
         sinks: get the rows too, for example ``TensorBoardSink``. thermal_source: instead of NVML, see ``SafeTrainer``.
-        doctor: log a finding when it appears in the rows. raise_on_loss_jump: ``TrainingFailed`` at the end of training.
+        doctor: log a finding when it appears in the rows. raise_on_loss_jump: ``TrainingFailed`` out of ``train``.
         knobs: as in ``TrainConfig``, all off by default but the alert: ``skip_rate_alert``, ``loss_jump_factor``,
             ``loss_jump_window``, ``csv_log_path``, ``csv_rotate_on_schema_change``, ``telemetry_log_interval``,
             ``gpu_metrics_backend``, ``nvml_device_index``, ``gpu_temp_guard`` and its thresholds.
@@ -105,13 +105,13 @@ class SafeTrainerCallback(TrainerCallback):
 
         def read_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                self.run.see_batch(inputs)
+                self.run.window.see_batch(inputs)
                 loss = training_step(model, inputs, *args, **kwargs)
             except BaseException:  # no event tells of it, and the log is to be closed
                 self.run.end()
                 raise
             if isinstance(loss, Tensor):
-                self.run.losses.append(loss.detach())
+                self.run.window.losses.append(loss.detach())
             return loss
 
         def read_clip(*args: Any, **kwargs: Any) -> Any:
@@ -149,7 +149,7 @@ class SafeTrainerCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read loss and norm; a jump takes the gradients away."""
-        loss: Any = sum(self.run.losses) if self.run.losses else None
+        loss: Any = sum(self.run.window.losses) if self.run.window.losses else None
         scaler = self.trainer.accelerator.scaler
         self.run.before_update(self.trainer.optimizer, loss, self._norm, scaler=scaler, max_norm=args.max_grad_norm)
 

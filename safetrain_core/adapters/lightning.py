@@ -124,15 +124,15 @@ class SafeTrainCallback(Callback):
         if self._window_begins:
             self.run.begin_window(trainer.current_epoch)
         self._window_begins = False
-        self.run.see_batch(batch)
+        self.run.window.see_batch(batch)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """Keep the loss, which is divided by the batches of a window already, and multiplied by the scaler's factor."""
-        self.run.losses.append(loss.detach())
+        self.run.window.losses.append(loss.detach())
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Read loss and norm; a jump takes the gradients away."""
-        scaler, losses = _scaler(trainer), self.run.losses
+        scaler, losses = _scaler(trainer), self.run.window.losses
         loss: Any = sum(losses) if losses else None
         if loss is not None:
             loss = loss * (trainer.accumulate_grad_batches / len(losses))
@@ -206,9 +206,7 @@ def _clips_to(trainer: Any, module: Any) -> float | None:
 def _norm(trainer: Any, optimizer: Any) -> Tensor | float | None:
     """The global L2 norm of the gradients over all ranks, not yet read where that can wait; None where unknown."""
     weights = [p for group in optimizer.param_groups for p in group["params"]]
-    if type(trainer.strategy).__name__ in NORM_UNKNOWN or any(
-        p.grad is not None and p.grad.is_sparse for p in weights
-    ):
+    if type(trainer.strategy).__name__ in NORM_UNKNOWN or any(p.grad is not None and p.grad.is_sparse for p in weights):
         return None
     held = params_with_grad(weights)
     if not held:

@@ -43,19 +43,19 @@ class RowLog:
     """
 
     def __init__(self, csv: CsvLog | None, sinks: Sequence[Sink] = ()) -> None:
-        self.csv, self.sinks = csv, sinks
+        self._targets: list[CsvLog | Sink] = [*([csv] if csv is not None else []), *sinks]
         self._written = False
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row."""
         self._written = True
-        for target in (*([self.csv] if self.csv is not None else []), *self.sinks):
+        for target in self._targets:
             target.write(row)
 
     def amend(self, cells: Mapping[str, Any]) -> bool:
         """Put ``cells`` into the last row written; False where this log has written none."""
         if self._written:
-            for target in (*([self.csv] if self.csv is not None else []), *self.sinks):
+            for target in self._targets:
                 target.amend(cells)
         return self._written
 

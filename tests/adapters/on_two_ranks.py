@@ -48,7 +48,7 @@ if host == "huggingface":
     run, model = trainer.train, trainer.model
 else:
     from lightning.pytorch import Callback
-    from lightning_runs import fit, guarded, loader
+    from lightning_runs import guarded, loader
     from torch.utils.data import DataLoader, DistributedSampler
 
     class SlowToo(Callback):

@@ -1,5 +1,6 @@
-"""The callback in Lightning's own Trainer, on a tiny module: what it reads, what it stops, and that it changes nothing."""
+"""The callback in Lightning's own Trainer, on a tiny module: what it reads and stops, and that it changes nothing."""
 
+import itertools
 import logging
 import math
 import warnings
@@ -62,7 +63,7 @@ def test_weights_are_bit_for_bit_those_without_it_and_rows_are_what_the_module_l
 
 
 def test_loss_and_norm_of_a_window_are_the_means_of_its_batches_also_of_a_short_one(tmp_path):
-    """12 batches in windows of 5: the last has 2. Lightning divides it by 5 all the same; the row's loss is the mean."""
+    """12 batches in windows of 5: the last has 2. Lightning divides it by 5, too; the row's loss is the mean."""
     seen, norms = [], []
 
     class Look(Callback):
@@ -236,12 +237,12 @@ def test_what_a_real_scaler_skips_is_a_skip_and_too_many_of_them_are_warned_of(t
     options = {"plugins": [half(2.0**40)], "max_steps": steps, "gradient_clip_val": None, "logger": False}
     module = Module(lr=1e-4, fused=fused)
     knobs = {"csv_log_path": str(csv), "skip_rate_alert": 0.1}
-    trainer, module, callback = guarded(tmp_path, knobs, module=module, callbacks=[watch], **options)
+    trainer, module, _ = guarded(tmp_path, knobs, module=module, callbacks=[watch], **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(trainer, module)
     seen = watch.seen
-    took = [not all(torch.equal(a, b) for a, b in zip(x, y, strict=True)) for x, y in zip(seen, seen[1:])]
+    took = [not all(torch.equal(a, b) for a, b in zip(x, y, strict=True)) for x, y in itertools.pairwise(seen)]
     rows = rows_of(csv)
     assert [row["skipped"] == "0" for row in rows] == took
     skips = took.count(False)

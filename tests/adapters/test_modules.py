@@ -17,6 +17,7 @@ NEEDS = {
     "huggingface": "transformers",
     "lightning": "lightning",
     "tensorboard": "tensorboard",
+    "window": "torch",
 }
 
 
@@ -48,7 +49,7 @@ def test_without_its_library_a_module_names_the_extra(module, package):
 def test_nothing_of_the_package_imports_the_libraries_of_others():
     code = """
 import sys, safetrain_core, safetrain_core.adapters, safetrain_core.cli, safetrain_core.train.trainer
-import safetrain_core.adapters.host, safetrain_core.adapters.tensorboard
+import safetrain_core.adapters.host, safetrain_core.adapters.window, safetrain_core.adapters.tensorboard
 for name in safetrain_core.__all__:
     getattr(safetrain_core, name)
 print(sorted({"transformers", "lightning", "accelerate", "tensorboard"} & set(sys.modules)))

@@ -13,7 +13,7 @@ RECIPE = ROOT / "lessons" / "recipes" / "plain_loop.py"
 
 def run(folder, *flags):
     done = subprocess.run(
-        [sys.executable, str(RECIPE), "--out", str(folder), *flags], capture_output=True, text=True, timeout=120
+        [sys.executable, str(RECIPE), str(folder), *flags], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -35,10 +35,10 @@ def test_the_recipe_skips_logs_saves_rotates_resumes_and_is_diagnosed_in_under_4
     assert sorted(path.name for path in (tmp_path / "whole").iterdir()) == names
 
     # Ended in the middle, its newest file torn, and run again: the same rows and the same weights.
-    run(tmp_path / "cut", "--steps", "37")
+    run(tmp_path / "cut", "37")
     torn = tmp_path / "cut" / "step_00000030.pt"
     torn.write_bytes(torn.read_bytes()[:-100])
-    subprocess.run([sys.executable, str(RECIPE), "--out", str(tmp_path / "cut")], check=True, capture_output=True)
+    subprocess.run([sys.executable, str(RECIPE), str(tmp_path / "cut")], check=True, capture_output=True)
     assert rows_of(tmp_path / "cut") == rows
     ends = [torch.load(tmp_path / name / "step_00000060.pt")["model"] for name in ("whole", "cut")]
     assert all(torch.equal(weight, ends[1][name]) for name, weight in ends[0].items())

@@ -23,7 +23,11 @@ def trainer(folder, csv_path, **options):
     generator = torch.Generator().manual_seed(1)
     data = [(x, x.sum(1, keepdim=True)) for x in torch.randn(8, 4, 3, generator=generator)]
     config = TrainConfig(
-        csv_log_path=str(csv_path), scheduler_type="constant", max_nan_retries=50, checkpoint_every_n_steps=10, **options
+        csv_log_path=str(csv_path),
+        scheduler_type="constant",
+        max_nan_retries=50,
+        checkpoint_every_n_steps=10,
+        **options,
     )
     data[6] = (data[6][0], data[6][1] * torch.nan)
     sinks = [TensorBoardSink(folder / "events")]
@@ -76,7 +80,9 @@ def test_safetrain_diagnose_finds_a_planted_fault_in_what_the_sink_wrote(tmp_pat
     sink.begin(None)
     for step in range(1, 61):
         bad = step > 40
-        sink.write({"step": step, "loss": float("nan") if bad else 2 - step / 40, "skip_reason": "words" if bad else None})
+        sink.write(
+            {"step": step, "loss": float("nan") if bad else 2 - step / 40, "skip_reason": "words" if bad else None}
+        )
     sink.amend({"thermal_event": "paused 86 C"})
     sink.close()
     assert [finding.rule for finding in diagnose(tmp_path / "events")][:1] == ["nan_stays"]
