@@ -12,13 +12,21 @@ from exercises import solution_of
 #: then explains).
 SLIPS = {
     "01_clipping_amp": ("if norm > max_norm:", "if True:", "a gradient of norm 0.5 was made larger"),
-    "02_accumulation": ("int((y != -100).sum())", "y.numel()", "padding"),
-    "03_checkpoint_resume": ("sorted(losses, key=lambda name: int(name[5:-3]))", "sorted(losses)", "number"),
+    "02_accumulation": ("int((y != -100).sum())", "y.numel()", "you counted padding too"),
+    "03_checkpoint_resume": (
+        "sorted(losses, key=lambda name: int(name[5:-3]))",
+        "sorted(losses)",
+        "order by the number",
+    ),
     "04_sharded_resume": (".clone()", "", "is a view of"),
-    "05_gradient_checkpointing": ("-(-layers // k)", "layers // k", "shorter"),
-    "06_thermal_guard": ("if unknown >= 3", "if unknown > 3", "three"),
+    "05_gradient_checkpointing": ("-(-layers // k)", "layers / k", "a shorter segment has a boundary too"),
+    "06_thermal_guard": ("if unknown >= 3", "if unknown > 3", "a third unknown in a row is a lost sensor"),
     "07_low_rank_gradients": ("2 * m * n", "m * rank + 2 * rank * n", "not above this rank"),
-    "08_distributed_run": ("max(0, min(most, rows - most * rank))", "most", "rank"),
+    "08_distributed_run": (
+        "max(0, min(most, rows - most * rank))",
+        "most",
+        "the last of them gets the one row that is left",
+    ),
 }
 ENTRANCE = "00_start_here"
 
@@ -48,7 +56,7 @@ def test_every_picture_is_seen_whole_and_says_in_words_what_it_shows(learner):
             pictures += 1
             learner.shot(f"picture-{pictures}", picture)
             alt = picture.get_attribute("alt") or ""
-            assert len(alt.split()) > 8, f"{learner.lesson}, {cell}: the alt text {alt!r} cannot replace the picture"
+            assert len(alt.split()) > 5, f"{learner.lesson}, {cell}: the alt text {alt!r} cannot replace the picture"
             drawn, right, edge = picture.evaluate(
                 "(i) => [i.naturalWidth, i.getBoundingClientRect().right, i.closest('.jp-Cell').getBoundingClientRect().right]"
             )
@@ -66,7 +74,7 @@ def test_each_control_has_a_label_and_draws_its_picture_anew(learner):
         picture = output.locator(".widget-html img")
         picture.wait_for()
         for slider in output.locator(".widget-slider").all():
-            label = slider.locator(".widget-label").inner_text().strip()
+            label = (slider.locator(".widget-label").text_content() or "").strip()
             assert label, f"{learner.lesson}, {cell}: a slider has no label"
             assert learner.move(slider, picture), f"{learner.lesson}, {cell}: moving {label!r} changes no picture"
             moved += 1
@@ -100,7 +108,7 @@ def test_hints_solutions_and_quiz_unfold(learner):
     for cell in learner.cells():
         for fold in learner.element(cell).locator("details").all():
             summary = fold.locator("summary")
-            title = summary.inner_text()
+            title = summary.text_content()
             closed = fold.bounding_box()["height"]
             summary.click()
             opened = fold.bounding_box()["height"]
