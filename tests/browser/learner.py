@@ -152,7 +152,7 @@ class Learner:
         return False
 
     def follow(self, text: str) -> str:
-        """Click the link that reads ``text`` in the first cell; return the name of the notebook that is then in front."""
+        """Click the link that reads ``text`` in the first cell; return the notebook that is then in front."""
         first = self.page.locator(".jp-Cell[data-number='0']")
         first.evaluate("(element) => element.scrollIntoView({ block: 'start' })")
         first.get_by_role("link", name=text, exact=True).click()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 
-import pytest
 from exercises import solution_of
 
 #: For each lesson's first exercise a slip of the pen: (what its solution says, what is typed instead, what the check
@@ -29,6 +28,12 @@ SLIPS = {
     ),
 }
 ENTRANCE = "00_start_here"
+
+#: A picture's own width, and where it and its cell end in the page, in pixels.
+SIZES = """(picture) => {
+  const edge = (element) => element.getBoundingClientRect().right;
+  return [picture.naturalWidth, edge(picture), edge(picture.closest('.jp-Cell'))];
+}"""
 
 
 def with_answer(stub: str, answer: str) -> str:
@@ -57,9 +62,7 @@ def test_every_picture_is_seen_whole_and_says_in_words_what_it_shows(learner):
             learner.shot(f"picture-{pictures}", picture)
             alt = picture.get_attribute("alt") or ""
             assert len(alt.split()) > 5, f"{learner.lesson}, {cell}: the alt text {alt!r} cannot replace the picture"
-            drawn, right, edge = picture.evaluate(
-                "(i) => [i.naturalWidth, i.getBoundingClientRect().right, i.closest('.jp-Cell').getBoundingClientRect().right]"
-            )
+            drawn, right, edge = picture.evaluate(SIZES)
             assert drawn > 100, f"{learner.lesson}, {cell}: picture {pictures} is not drawn"
             assert right <= edge, f"{learner.lesson}, {cell}: picture {pictures} ends {right - edge:.0f} px outside"
     assert pictures, f"{learner.lesson} has no picture"
