@@ -13,7 +13,7 @@ LESSONS := $(sort $(wildcard lessons/[0-9]*.py))
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab lessons test check format lint types notebooks bench pins readme clean
+.PHONY: help setup lab lessons test browser check format lint types notebooks bench pins readme clean
 
 help:  ## list the commands
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,6 +35,10 @@ lessons: $(READY)  ## run every lesson headless
 
 test: $(READY)  ## unit tests, doctests and every notebook
 	$(BIN)/python -m pytest -q --nbval --nbval-current-env --nbval-cell-timeout=120 --nbval-sanitize-with tests/nbval_sanitize.cfg $(PYTEST_ARGS)
+
+browser: $(READY)  ## the lessons in JupyterLab, worked through by a real Chromium (installs Playwright)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt -e '.[browser]'
+	$(BIN)/python -m pytest -q -rs tests/browser $(PYTEST_ARGS)
 
 check: lint types test  ## what must be green before a commit
 

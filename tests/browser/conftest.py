@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 from collections.abc import Iterator
@@ -97,8 +98,10 @@ def pytest_runtest_makereport(item, call):
     report = yield
     page = getattr(item, "funcargs", {}).get("page")
     if report.failed and page is not None and report.when != "teardown":
-        SHOTS.mkdir(parents=True, exist_ok=True)
+        from playwright.sync_api import Error
+
         path = SHOTS / f"failed-{item.name}.png"
-        page.screenshot(path=path)
-        report.sections.append(("the page when it failed", str(path.relative_to(ROOT))))
+        with contextlib.suppress(Error):  # a page that has crashed has no picture
+            page.screenshot(path=path)
+            report.sections.append(("the page when it failed", str(path.relative_to(ROOT))))
     return report

@@ -113,7 +113,9 @@ class Learner:
     def shot(self, name: str, element: Locator | None = None) -> Path:
         """A picture of the page, with ``element`` in sight, as ``runs/browser/<lesson>-<name>.png``."""
         if element is not None:
-            element.evaluate("(element) => element.scrollIntoView({ block: 'center' })")
+            for _ in range(2):  # cells above take their true height only when they come into sight
+                element.evaluate("(element) => element.scrollIntoView({ block: 'center' })")
+                self.page.wait_for_timeout(50)
         self.shots.mkdir(parents=True, exist_ok=True)
         path = self.shots / f"{self.lesson}-{name}.png"
         self.page.screenshot(path=path)

@@ -35,6 +35,9 @@ SIZES = """(picture) => {
   return [picture.naturalWidth, edge(picture), edge(picture.closest('.jp-Cell'))];
 }"""
 
+#: Whether an element has more text than room.
+CUT = "(element) => element.scrollWidth > element.clientWidth"
+
 
 def with_answer(stub: str, answer: str) -> str:
     """The exercise's cell with its functions replaced by ``answer``; imports and the call of the check stay."""
@@ -77,8 +80,9 @@ def test_each_control_has_a_label_and_draws_its_picture_anew(learner):
         picture = output.locator(".widget-html img")
         picture.wait_for()
         for slider in output.locator(".widget-slider").all():
-            label = (slider.locator(".widget-label").text_content() or "").strip()
-            assert label, f"{learner.lesson}, {cell}: a slider has no label"
+            label = slider.locator(".widget-label").text_content() or ""
+            assert label.strip(), f"{learner.lesson}, {cell}: a slider has no label"
+            assert not slider.locator(".widget-label").evaluate(CUT), f"{learner.lesson}, {cell}: {label!r} is cut off"
             assert learner.move(slider, picture), f"{learner.lesson}, {cell}: moving {label!r} changes no picture"
             moved += 1
         learner.shot(f"control-{cell.number + 1}", output)
