@@ -153,6 +153,17 @@ class Learner:
             self.page.wait_for_timeout(POLL_S * 1000)
         return False
 
+    def press(self, button: Locator, page: Locator) -> str:
+        """Press a button; return what ``page``, the part that it fills, reads once the button can be pressed again."""
+        before = page.inner_html()
+        button.click()
+        end = time.monotonic() + REDRAW_LIMIT_S
+        while time.monotonic() < end:
+            if button.is_enabled() and page.inner_html() != before:
+                return page.inner_text()
+            self.page.wait_for_timeout(POLL_S * 1000)
+        raise AssertionError(f"{self.lesson}: {button.inner_text()!r} shows nothing new after {REDRAW_LIMIT_S} s")
+
     def follow(self, text: str) -> str:
         """Click the link that reads ``text`` in the first cell; return the notebook that is then in front."""
         first = self.page.locator(".jp-Cell[data-number='0']")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
+import pytest
 from exercises import solution_of
 
 #: For each lesson's first exercise a slip of the pen: (what its solution says, what is typed instead, what the check
@@ -77,8 +78,8 @@ def test_each_control_has_a_label_and_draws_its_picture_anew(learner):
         if not cell.has_widget:
             continue
         output = learner.element(cell).locator(".jp-OutputArea")
+        output.locator(".jupyter-widgets").first.wait_for()
         picture = output.locator(".widget-html img")
-        picture.wait_for()
         for slider in output.locator(".widget-slider").all():
             label = slider.locator(".widget-label").text_content() or ""
             assert label.strip(), f"{learner.lesson}, {cell}: a slider has no label"
@@ -89,7 +90,22 @@ def test_each_control_has_a_label_and_draws_its_picture_anew(learner):
     assert moved or learner.lesson == ENTRANCE, f"{learner.lesson} has no slider to move"
 
 
-def test_each_exercise_says_not_yet_and_then_right(learner):
+def test_a_symptom_breaks_and_is_mended_at_the_press_of_a_button(learner):
+    if learner.lesson != ENTRANCE:
+        pytest.skip("only the entrance has buttons")
+    (cell,) = [cell for cell in learner.cells() if "Break it" in cell.source and cell.has_widget]
+    output = learner.element(cell).locator(".jp-OutputArea")
+    page = output.locator(".widget-html-content")
+    for number, finding in ((3, "scale_never_moves"), (9, "world_size_mismatch")):
+        output.locator("select").select_option(index=number - 1)
+        found = learner.press(output.get_by_role("button", name="Break it"), page)
+        learner.shot(f"symptom-{number}", output)
+        assert finding in found, f"{learner.lesson}, {cell}: symptom {number} shows {found!r}"
+        found = learner.press(output.get_by_role("button", name="Mend it"), page)
+        assert "Nothing found" in found, f"{learner.lesson}, {cell}: symptom {number}, mended, shows {found!r}"
+
+
+def test_each_exercise_says_not_yet_and_then_right(learner, passed):
     cells = learner.cells()
     exercises = [cell for cell in cells if "exercise" in cell.tags]
     assert exercises or learner.lesson == ENTRANCE, f"{learner.lesson} has no exercise"
@@ -108,6 +124,16 @@ def test_each_exercise_says_not_yet_and_then_right(learner):
         learner.shot(f"exercise-{number + 1}-right", learner.element(cell))
         assert said.startswith("Right: "), f"{where}: the solution got {said!r}"
         assert " ".join(said.split()) in " ".join(learner.element(cell).inner_text().split()), f"{where}: not in sight"
+        passed.append(where)
+
+
+def test_the_entrance_tells_how_many_exercises_were_passed(learner, passed):
+    if learner.lesson != ENTRANCE:
+        pytest.skip("only the entrance tells it")
+    told = [
+        int(number) for cell in learner.cells() for number in re.findall(r"(\d+) of \d+ exercises passed", cell.text)
+    ]
+    assert sum(told) == len(passed), f"{learner.lesson} tells {told}; passed were {passed}"
 
 
 def test_hints_solutions_and_quiz_unfold(learner):
