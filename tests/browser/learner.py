@@ -8,10 +8,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lab_server import Server
-from playwright.sync_api import Locator, Page
+if TYPE_CHECKING:
+    from lab_server import Server
+    from playwright.sync_api import Locator, Page
 
 OPEN_LIMIT_S = 60
 RUN_LIMIT_S = 240
