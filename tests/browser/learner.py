@@ -156,13 +156,16 @@ class Learner:
 
     def press(self, button: Locator, page: Locator) -> str:
         """Press a button; return what ``page``, the part that it fills, reads once the button can be pressed again."""
-        before = page.inner_html()
+        before = last = page.inner_html()
         button.click()
         end = time.monotonic() + REDRAW_LIMIT_S
         while time.monotonic() < end:
-            if button.is_enabled() and page.inner_html() != before:
+            self.page.wait_for_timeout(3 * POLL_S * 1000)
+            # Alike in two looks: the words that bridge the wait may come before the button goes grey.
+            now = page.inner_html() if button.is_enabled() else before
+            if now == last != before:
                 return page.inner_text()
-            self.page.wait_for_timeout(POLL_S * 1000)
+            last = now
         raise AssertionError(f"{self.lesson}: {button.inner_text()!r} shows nothing new after {REDRAW_LIMIT_S} s")
 
     def follow(self, text: str) -> str:
