@@ -50,6 +50,7 @@ def page(chromium: str, server: Server) -> Iterator[Page]:
     from learner import HELPERS
     from playwright.sync_api import sync_playwright
 
+    shutil.rmtree(SHOTS, ignore_errors=True)  # pictures of an earlier run would mislead
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=[f"--{flag}" for flag in QUIET])
         page = browser.new_page(viewport={"width": 1280, "height": 900})
