@@ -60,8 +60,8 @@ def slider(description: str, options: list[tuple[str, Any]], value: Any) -> Any:
         value=value,
         description=description,
         continuous_update=False,
-        style={"description_width": "13em"},
-        layout={"width": "36em"},
+        style={"description_width": "15em"},
+        layout={"width": "38em"},
     )
 
 
