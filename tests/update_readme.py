@@ -3,6 +3,9 @@
 import re
 from pathlib import Path
 
+from quoted import BEGIN, END, measured_block, with_present_figures
+from results import read
+
 from safetrain_core.config import reference_table
 
 
@@ -14,7 +17,8 @@ def main() -> None:
     text, found = re.subn(pattern, lambda _: block, text, flags=re.DOTALL)
     if found != 1:
         raise SystemExit(f"README.md has {found} places for the config table; it must have one")
-    path.write_text(text, encoding="utf-8")
+    text = re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: measured_block(), text, flags=re.DOTALL)
+    path.write_text(with_present_figures(text, read()), encoding="utf-8")
 
 
 if __name__ == "__main__":
