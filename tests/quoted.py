@@ -61,8 +61,8 @@ CONFIGURED = {
 #: Phrase -> why it is no measurement.
 PLAIN = {
     "With Python 3.11 or newer": "the oldest Python supported; a test compares it with pyproject.toml",
-    "Exit status: 0 done, 1 the run failed, a checkpoint is broken or nothing fits, 2 a mistake in the arguments, 75 too "
-    "hot, 130 and 143 interrupted": "exit statuses, which the tests of the command compare",
+    "Exit status: 0 done, 1 the run failed, a checkpoint is broken or nothing fits, 2 a mistake in the arguments, "
+    "75 too hot, 130 and 143 interrupted": "exit statuses, which the tests of the command compare",
     "skips above 5 %": "where a rule of the doctor begins to speak",
     "`nan_check_interval` is above 1": "a value of a field",
     "stops with status 75": "an exit status",
@@ -71,6 +71,10 @@ PLAIN = {
     "a function of a module on 4 ranks": "the example's own argument",
     "16-bit parts": "a width in bits",
     "the loss scale halves only": "what the scaler does: a factor of 2",
+    "Loss over 20 steps": "what the picture shows",
+    "exits with 0 only if": "an exit status",
+    "steps that stand twice": "a symptom",
+    "count a few samples twice": "what padding does",
 }
 
 _WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
@@ -140,7 +144,9 @@ def _slots(phrase: str) -> list[str]:
 def _rows(named: str, rows: Mapping[str, Row]) -> list[Row]:
     missing = [name for name in named.split(" and ") if name not in rows]
     if missing:
-        raise ValueError(f"RESULTS.md has no row {missing[0]!r}; run make bench, or name another row in tests/quoted.py")
+        raise ValueError(
+            f"RESULTS.md has no row {missing[0]!r}; run make bench, or name another row in tests/quoted.py"
+        )
     return [rows[name] for name in named.split(" and ")]
 
 
@@ -157,7 +163,9 @@ def wrong(text: str, rows: Iterable[Row]) -> list[str]:
     def look(phrase: str, expected: Callable[[int, str], list[str]]) -> None:
         found = list(_pattern(phrase).finditer(text))
         if not found:
-            told.append(f"the README does not say {phrase!r} any more: take it out of tests/quoted.py, or mend it there")
+            told.append(
+                f"the README does not say {phrase!r} any more: take it out of tests/quoted.py, or mend it there"
+            )
         for match in found:
             covered.append(match.span())
             for number, written in enumerate(match.groups()):
@@ -181,8 +189,8 @@ def wrong(text: str, rows: Iterable[Row]) -> list[str]:
         if _in_code(text, match.start()):
             continue
         told.append(
-            f"no row of RESULTS.md stands behind {match[0]!r} in {around!r}: measure it in tests/benchmarks and name its "
-            "row in FIGURES of tests/quoted.py; or, if it is no measurement, say why in PLAIN there"
+            f"no row of RESULTS.md stands behind {match[0]!r} in {around!r}: measure it in tests/benchmarks and name "
+            "its row in FIGURES of tests/quoted.py; or, if it is no measurement, say why in PLAIN there"
         )
     return told
 
@@ -239,10 +247,8 @@ HEADLINES = (
     "kit: import safetrain_core after torch",
 )
 
-BEGIN, END = "<!-- measured: made by `make readme` -->", "<!-- end of measured -->"
 
-
-def measured_block(kept: Path = KEPT) -> str:
+def measured_table(kept: Path = KEPT) -> str:
     """The README's table of what ``make bench`` has measured: the headlines, and every claim that falls short."""
     rows = by_name(read(kept))
     page = kept.read_text(encoding="utf-8")
@@ -250,7 +256,6 @@ def measured_block(kept: Path = KEPT) -> str:
     short = [name for name, row in rows.items() if row.verdict == SHORT]
     claims = sum(row.verdict in (HOLDS, SHORT) for row in rows.values())
     lines = [
-        BEGIN,
         f"By `make bench` on {when}, {on}; x is a ratio of times. {len(short)} of {claims} claims fall short.",
         "[All rows, with machine, versions and spread](tests/benchmarks/RESULTS.md).",
         "",
@@ -261,4 +266,4 @@ def measured_block(kept: Path = KEPT) -> str:
         (row,) = _rows(name, rows)
         area, what, measured, target, verdict, _ = row.cells()
         lines.append(f"| {area}: {what} | {measured} | {target} | {'' if verdict == '-' else verdict} |")
-    return "\n".join([*lines, END])
+    return "\n".join(lines)
