@@ -67,7 +67,7 @@ types: $(READY)  ## type check
 notebooks: $(READY)  ## rebuild the notebooks from the scripts and run them
 	$(BIN)/python tests/lessons/build_notebooks.py $(LESSONS)
 
-bench: $(READY)  ## the measured claims, beside other packages (installs them: large)
+bench: $(READY)  ## the measured claims, beside other packages (installs them: large); keeps tests/benchmarks/RESULTS.md
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt -e '.[peers]'
 	$(BIN)/python -m pytest -q -s tests/benchmarks $(PYTEST_ARGS)
 
