@@ -139,7 +139,7 @@ def _causes(
 ) -> list[Finding]:
     """Why a resumed run differs, beyond the state that was compared."""
     if with_rng.differs(after, 0, tolerance) is not None:
-        told = Evidence(at, trace.told(after, start, at))
+        told = Evidence(at + 1, trace.told(after, start, at))
         findings = [*findings, found("resume_without_rng", f"the resumed run differs from step {at + 1} on", told)]
     expected, got = trace.data[start:], with_rng.data
     if expected != got:
