@@ -19,10 +19,7 @@ def run(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
 
-def test_every_public_name_can_be_imported_and_the_list_is_sorted():
-    assert safetrain_core.__all__ == sorted(safetrain_core.__all__)
-    for name in safetrain_core.__all__:
-        assert getattr(safetrain_core, name) is not None
+def test_an_unknown_name_is_refused():
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = safetrain_core.no_such_name
 

@@ -236,6 +236,16 @@ def load_dcp(src_dir: StrPath, state: Mapping[str, Any]) -> tuple[DcpManifest, d
 
     Raises:
         CheckpointError: it cannot be trusted, or does not fit; the tensors are as before. The same on every rank.
+        ValueError: ``state`` has two tensors of one name.
+
+    >>> import tempfile
+    >>> weight = torch.tensor([1.0, 2.0])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = save_dcp({"weight": weight, "lr": 0.5}, folder, step=3, own={"position": 7})
+    ...     _ = weight.zero_()
+    ...     manifest, state, own = load_dcp(folder, {"weight": weight, "lr": None})
+    >>> weight, state["lr"], own, manifest.step
+    (tensor([1., 2.]), 0.5, {'position': 7}, 3)
     """
     reader = DcpReader(src_dir)
     reader.fill(tensors_in(state))
