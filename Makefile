@@ -7,16 +7,19 @@ PIP_ARGS ?=
 LAB_ARGS ?=
 BIN     := $(VENV)/bin
 READY   := $(VENV)/.ready
+# The oldest supported Python, and an environment with the oldest supported packages.
+OLDEST_PYTHON ?= python3.11
+OLDEST  := .venv-oldest
 LESSONS := $(sort $(wildcard lessons/[0-9]*.py))
 
 # Idle OpenMP threads sleep instead of spinning: on a busy machine spinning makes torch crawl (5 s became 106 s).
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab lessons test check format lint types notebooks bench pins readme clean
+.PHONY: help setup lab lessons test check format lint types test-oldest notebooks bench pins readme clean
 
 help:  ## list the commands
-	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
@@ -35,6 +38,14 @@ lessons: $(READY)  ## run every lesson headless
 
 test: $(READY)  ## unit tests, doctests and every notebook
 	$(BIN)/python -m pytest -q --nbval --nbval-current-env --nbval-cell-timeout=120 --nbval-sanitize-with tests/nbval_sanitize.cfg $(PYTEST_ARGS)
+
+$(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
+	$(OLDEST_PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints-oldest.txt -e '.[test]'
+	@touch $@
+
+test-oldest: $(OLDEST)/.ready  ## unit tests and doctests with the oldest supported versions, in .venv-oldest (large)
+	$(OLDEST)/bin/python -m pytest -q safetrain_core tests --ignore=tests/lessons $(PYTEST_ARGS)
 
 check: lint types test  ## what must be green before a commit
 
@@ -63,4 +74,4 @@ readme: $(READY)  ## rewrite the generated parts of the README
 	$(BIN)/python tests/update_readme.py
 
 clean:  ## remove the environment and what runs left
-	rm -rf $(VENV) runs lessons/runs *.egg-info
+	rm -rf $(VENV) $(OLDEST) runs lessons/runs *.egg-info
