@@ -9,17 +9,19 @@ PIP_ARGS ?=
 LAB_ARGS ?=
 BIN     := $(VENV)/bin
 READY   := $(VENV)/.ready
+# The oldest supported Python, and an environment with the oldest supported packages.
+OLDEST_PYTHON ?= python3.11
+OLDEST  := .venv-oldest
 LESSONS := $(sort $(wildcard lessons/[0-9]*.py))
 
 # Idle OpenMP threads sleep instead of spinning: on a busy machine spinning makes torch crawl (5 s became 106 s).
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab lessons test test-adapters browser check format lint types notebooks bench pins readme clean
+.PHONY: help setup lab lessons test test-adapters test-oldest browser check format lint types notebooks bench pins readme clean
 
 help:  ## list the commands
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
 	  f"safetrain needs Python 3.11 or newer; $(PYTHON) is {v[0]}.{v[1]}. Name another: make setup PYTHON=python3.12")'
@@ -51,6 +53,14 @@ browser: $(READY)  ## the lessons in JupyterLab, worked through by a real Chromi
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt -e '.[browser]'
 	$(BIN)/python -m pytest -q -rs tests/browser $(PYTEST_ARGS)
 
+$(OLDEST)/.ready: pyproject.toml constraints-oldest.txt
+	$(OLDEST_PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints-oldest.txt -e '.[test]'
+	@touch $@
+
+test-oldest: $(OLDEST)/.ready  ## unit tests and doctests with the oldest supported versions, in .venv-oldest (large)
+	$(OLDEST)/bin/python -m pytest -q safetrain_core tests --ignore=tests/lessons $(PYTEST_ARGS)
+
 check: lint types test  ## what must be green before a commit
 
 format: $(READY)  ## format the code
@@ -78,4 +88,4 @@ readme: $(READY)  ## rewrite the generated parts of the README
 	$(BIN)/python tests/update_readme.py
 
 clean:  ## remove the environment and what runs left
-	rm -rf $(VENV) $(ADAPTERS) runs lessons/runs *.egg-info
+	rm -rf $(VENV) $(ADAPTERS) $(OLDEST) runs lessons/runs *.egg-info

@@ -134,6 +134,7 @@ class MiniGPT(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Logits of the next token at each position; shapes as above."""
         length = ids.shape[1]
         if length > self.config.context:
             raise ValueError(f"sequence of {length} tokens, but the context is {self.config.context}; cut it")

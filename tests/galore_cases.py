@@ -1,5 +1,6 @@
 """Small weights, random gradients and plain optimizers that the tests of GaLore share."""
 
+import needs
 import pytest
 import torch
 from torch import nn
@@ -35,6 +36,8 @@ def adamw(groups, **options):
 def skip_if_missing(optimizer_class):
     if optimizer_class == "apollo":
         pytest.importorskip("apollo_torch", reason="apollo-torch is not installed (extra apollo)")
+    if optimizer_class == "muon" and not hasattr(torch.optim, "Muon"):
+        pytest.skip(needs.muon.kwargs["reason"])
 
 
 def same(a, b):

@@ -1,5 +1,6 @@
 """What the ranks of the tests run: a worker has to live in a module that each rank can import."""
 
+import math
 import os
 import signal
 import sys
@@ -9,7 +10,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from safetrain_core.distributed import mains, rank, world_size
+from safetrain_core import AmpTrainState
+from safetrain_core.distributed import agree, is_main, mains, rank, world_size
 
 
 def note_pid(folder):
@@ -106,6 +108,30 @@ def counts_signals(folder):
     while not got and time.monotonic() < until:
         time.sleep(0.01)
     return got
+
+
+# --- agreement ----------------------------------------------------------------------------------------------------
+
+
+def steps_with_faults_on_rank_1():
+    """Whether this rank is the main one, what ``agree`` makes of 0 and 3, and four steps, two of them bad on rank 1."""
+    agreed = agree(3 * rank())
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    state = AmpTrainState(model, amp_dtype=torch.float16, init_scale=1024.0, check_loss_before_backward=True)
+    for step in range(4):
+        target = torch.full((3, 2), math.nan if rank() == 1 and step == 1 else 0.0)
+        hook = model.weight.register_hook(lambda grad: grad * math.inf) if rank() == 1 and step == 2 else None
+        state.step(torch.ones(3, 4), target)
+        if hook is not None:
+            hook.remove()
+    return is_main(), {
+        "agreed": agreed,
+        "looks early": state.check_loss_before_backward,
+        "rows": [(row.skipped, row.skip_reason, row.scale) for row in state.log],
+        "scale": (state.scale, state.scaler.state_dict()["_growth_tracker"]),
+        "weights": model.weight.tolist(),
+    }
 
 
 # --- checkpoints --------------------------------------------------------------------------------------------------

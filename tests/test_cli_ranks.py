@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import needs
 import pytest
 
 SMALL = [
@@ -39,6 +40,7 @@ def launched(tmp_path_factory):
     return out, safetrain(*RUN, "--world-size", 2, "--out", out)
 
 
+@needs.fsdp2
 def test_a_run_on_two_ranks_shows_rows_once_a_table_of_ranks_and_proves_its_resume(launched):
     out, done = launched
     assert done.returncode == 0, done.stderr
@@ -53,6 +55,7 @@ def test_a_run_on_two_ranks_shows_rows_once_a_table_of_ranks_and_proves_its_resu
     assert {path.name for path in out.iterdir()} >= {"step_00000003", "step_00000006", "final.pt", "metrics.csv"}
 
 
+@needs.fsdp2
 def test_torchrun_makes_the_same_run(launched, tmp_path):
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
     done = safetrain(*RUN, "--out", tmp_path / "run", launcher=torchrun)
@@ -107,6 +110,7 @@ def started(out, *flags):
     return process
 
 
+@needs.fsdp2
 @pytest.mark.parametrize("to", ["the launching process", "the whole group"])
 def test_sigterm_ends_all_ranks_at_one_step_with_a_checkpoint_and_status_143(tmp_path, to):
     process = started(tmp_path)
@@ -119,6 +123,7 @@ def test_sigterm_ends_all_ranks_at_one_step_with_a_checkpoint_and_status_143(tmp
     assert not alive(tmp_path)
 
 
+@needs.fsdp2
 def test_a_rank_that_is_killed_ends_the_run_with_its_name_and_the_last_checkpoint_is_whole(tmp_path):
     process = started(tmp_path, "--checkpoint-every-n-steps", "2")
     victim = next(
@@ -182,6 +187,7 @@ def test_a_mistake_is_told_in_one_line_with_status_2(tmp_path, flags, words):
     assert "STEP" not in done.stdout, "refused after the run, not before it"
 
 
+@needs.fsdp2
 def test_a_folder_that_holds_a_run_is_refused_on_all_ranks_in_one_line(launched):
     done = safetrain("--world-size", 2, "--max-steps", 2, "--out", launched[0])
     assert done.returncode == 2
@@ -189,6 +195,7 @@ def test_a_folder_that_holds_a_run_is_refused_on_all_ranks_in_one_line(launched)
     assert "holds a run already" in done.stderr
 
 
+@needs.fsdp2
 def test_overwrite_replaces_the_folders_of_the_old_run(launched, tmp_path):
     import shutil
 

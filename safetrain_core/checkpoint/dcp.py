@@ -99,7 +99,7 @@ def save_dcp(
         with atomic_open(folder / name) as file:
             return SummedFile(name, *write_summed(payload, file))
 
-    _dcp(lambda dcp, place: dcp.save(tensors, storage_writer=_writer(part), **place), part)
+    _dcp(lambda dcp: dcp.save(tensors, storage_writer=_writer(part)), part)
     ranks = on_all(write, folder)
     files = [file for told in on_all(lambda: _sync_and_sum(part), folder) for file in told]
 
@@ -119,15 +119,14 @@ def save_dcp(
     return manifest
 
 
-def _dcp(work: Callable[[Any, dict[str, Any]], Any], part: Path) -> None:
+def _dcp(work: Callable[[Any], Any], part: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    place = {"no_dist": True} if world_size() == 1 else {}
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            work(dcp, place)
+            warnings.filterwarnings("ignore", "torch.distributed is .*single process")  # as it is meant
+            work(dcp)
     except CheckpointException as error:  # DCP tells it on every rank
         number, failure = next(iter(error.failures.items()))
         raise CheckpointError(f"{part}: {failure[0]} (on rank {number})") from error
@@ -221,7 +220,7 @@ class DcpReader:
             def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
                 return index
 
-        _dcp(lambda dcp, place: dcp.load(dict(tensors), storage_reader=Reader(part), **place), part)
+        _dcp(lambda dcp: dcp.load(dict(tensors), storage_reader=Reader(part)), part)
 
 
 def load_dcp(src_dir: StrPath, state: Mapping[str, Any]) -> tuple[DcpManifest, dict[str, Any], dict[str, Any] | None]:
@@ -236,6 +235,16 @@ def load_dcp(src_dir: StrPath, state: Mapping[str, Any]) -> tuple[DcpManifest, d
 
     Raises:
         CheckpointError: it cannot be trusted, or does not fit; the tensors are as before. The same on every rank.
+        ValueError: ``state`` has two tensors of one name.
+
+    >>> import tempfile
+    >>> weight = torch.tensor([1.0, 2.0])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = save_dcp({"weight": weight, "lr": 0.5}, folder, step=3, own={"position": 7})
+    ...     _ = weight.zero_()
+    ...     manifest, state, own = load_dcp(folder, {"weight": weight, "lr": None})
+    >>> weight, state["lr"], own, manifest.step
+    (tensor([1., 2.]), 0.5, {'position': 7}, 3)
     """
     reader = DcpReader(src_dir)
     reader.fill(tensors_in(state))

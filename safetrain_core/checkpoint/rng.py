@@ -35,6 +35,16 @@ def restore_rng_state(state: dict[str, Any]) -> None:
 
     Raises:
         ValueError: a state is missing or malformed; nothing is changed then.
+
+    >>> saved = capture_rng_state()
+    >>> first = torch.rand(3)
+    >>> restore_rng_state(saved)
+    >>> torch.equal(torch.rand(3), first)
+    True
+    >>> restore_rng_state({})
+    Traceback (most recent call last):
+    ...
+    ValueError: random state is missing or malformed (KeyError: 'python')
     """
     try:
         version, numbers, gauss = state["python"]

@@ -36,6 +36,9 @@ class Checkpoints:
         async_save: ``save`` copies the state and returns; it is written beside training. The next save waits for it,
             ``check()`` raises its error, ``wait()`` ends it.
 
+    Raises:
+        ValueError: ``keep_last`` below 1, ``keep_best`` below 0.
+
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     kept = Checkpoints(folder, keep_last=2, keep_best=1)

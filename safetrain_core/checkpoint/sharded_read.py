@@ -86,6 +86,18 @@ def load_sharded(src_dir: StrPath, expected_world_size: int) -> tuple[ShardManif
     Raises:
         CheckpointError: ``world_size mismatch``, ``shard file missing``, ``sha256 mismatch on rank`` (a truncated shard
             too), ``unknown schema``, or another reason not to trust it; nothing was unpickled but plain types.
+
+    >>> import tempfile, torch
+    >>> from safetrain_core import save_sharded
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = save_sharded([{"param_shard": torch.ones(2)}, {"param_shard": torch.zeros(2)}], folder, step=10)
+    ...     manifest, states = load_sharded(folder, expected_world_size=2)
+    ...     _ = load_sharded(folder, expected_world_size=4)
+    Traceback (most recent call last):
+    ...
+    safetrain_core.errors.CheckpointError: world_size mismatch: ... was saved on 2 ranks, 4 are to load it; ...
+    >>> manifest.step, torch.cat([state["param_shard"] for state in states])
+    (10, tensor([1., 1., 0., 0.]))
     """
     manifest, folder = read_manifest(src_dir, expected_world_size), Path(src_dir)
     for shard in manifest.shards:  # all of them are there, before the first is read
@@ -103,10 +115,20 @@ def load_sharded(src_dir: StrPath, expected_world_size: int) -> tuple[ShardManif
 
 
 def load_shard(src_dir: StrPath, rank: int, expected_world_size: int) -> tuple[ShardManifest, dict[str, Any]]:
-    """Load and verify one rank's own state.
+    """Load and verify one rank's own state; tensors on the CPU.
+
+    Returns:
+        The manifest, and the state of ``rank``.
 
     Raises:
         ValueError: there is no such rank. CheckpointError: see ``load_sharded``.
+
+    >>> import tempfile, torch
+    >>> from safetrain_core import save_sharded
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = save_sharded([{"param_shard": torch.ones(2)}, {"param_shard": torch.zeros(2)}], folder, step=10)
+    ...     load_shard(folder, rank=1, expected_world_size=2)[1]
+    {'param_shard': tensor([0., 0.])}
     """
     manifest = read_manifest(src_dir, expected_world_size)
     if not 0 <= rank < manifest.world_size:

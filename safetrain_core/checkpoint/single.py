@@ -180,6 +180,14 @@ def load_checkpoint(
 
     Raises:
         CheckpointError: the file cannot be trusted, or does not fit; model, optimizer and random states are as before.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = save_checkpoint(nn.Linear(2, 1), None, None, TrainState(), folder + "/a.pt")
+    ...     load_checkpoint(folder + "/a.pt", nn.Linear(3, 1), None, None)
+    Traceback (most recent call last):
+    ...
+    safetrain_core.errors.CheckpointError: ...a.pt does not fit the model: weight has shape (1, 2) there and (1, 3) here
     """
     payload = read_checkpoint(path)
     check_fit(payload, path, model, optimizer, scheduler)

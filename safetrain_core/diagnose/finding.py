@@ -13,7 +13,11 @@ SEVERITIES = ("error", "warning", "info")
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """Where it shows: a step, None where there is none, and the values seen there, by name."""
+    """Where it shows: a step, None where there is none, and the values seen there, by name.
+
+    >>> print(Evidence(812, {"loss": float("nan"), "scale": 65536.0, "reason": "non_finite_loss"}))
+    step 812: loss nan, scale 65536, reason non_finite_loss
+    """
 
     step: int | None = None
     values: Mapping[str, float | int | str | None] = field(default_factory=dict)

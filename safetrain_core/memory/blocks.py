@@ -37,6 +37,10 @@ class BlockPlan:
         layers: names of the layers to recompute; all of them where not even that fits.
         fits: whether the count is within the budget. activation_bytes: counted at the peak, with this plan.
         plain_bytes: counted with none recomputed. recompute_flops, overhead: as ``measure_recompute`` counts them.
+
+    >>> plan = BlockPlan(("blocks.1",), True, 3_000_000, 5_000_000, 4_000_000, 10**9, overhead=0.125)
+    >>> plan.report()
+    'recompute blocks.1: 3.00 MB of 4.00 MB, 12.5% more FLOPs (kept whole: 5.00 MB)'
     """
 
     layers: tuple[str, ...]

@@ -32,6 +32,12 @@ class RecomputePlan:
         micro_batch, accumulation_steps: the largest micro-batch that fits, which is the batch asked for if there is a
             ``choice``; None where not even one sequence does.
         state_bytes: weights, gradients and AdamW's two moments in the same dtype, which come on top.
+
+    >>> plan = plan_recompute(8, 64, 32, 16, 4, "float32", budget_bytes=5_000_000)
+    >>> plan.choice.name, plan.micro_batch, plan.usable_bytes
+    ('full', 16, 4500000)
+    >>> print(plan.report().splitlines()[0])
+    policy            activations  more FLOPs   fits 4.50 MB
     """
 
     choice: RecomputeOption | None

@@ -49,6 +49,9 @@ def activation_memory_bytes(
     Args:
         hidden: model width d. seq: tokens per sequence. bytes_per_value: 2 for bfloat16, 4 for float32.
 
+    Raises:
+        ValueError: a size below 1.
+
     >>> round(activation_memory_bytes(1) / 1e9, 2), round(activation_memory_bytes(64) / 1e9)  # GB
     (1.61, 103)
     """
@@ -92,6 +95,9 @@ def checkpoint_cost(n_layers: int, fwd_per_layer: float = 1.0) -> dict[str, floa
     Returns:
         ``fwd``, ``recompute``, ``bwd``, ``total`` in that unit, and ``overhead_vs_no_ckpt`` as a fraction.
 
+    Raises:
+        ValueError: ``n_layers`` below 1, or ``fwd_per_layer`` not above 0.
+
     torch stops a recompute as soon as it has what it needs, which leaves out each segment's last product: counted, full
     costs about 25 %. Source of the rule: Chen et al. 2016, arXiv:1604.06174.
 
@@ -108,6 +114,9 @@ def selective_checkpoint_cost(
 
     Args:
         attention_fraction: share of a layer's forward spent in what is recomputed, 0 to 1.
+
+    Raises:
+        ValueError: another share, or as ``checkpoint_cost``.
 
     >>> round(selective_checkpoint_cost(64)["overhead_vs_no_ckpt"], 3)
     0.05
@@ -150,6 +159,9 @@ def memory_after_checkpoint_bytes(
             lets it take as much as a layer's inside (12), and so has its knee at sqrt(n_layers). In a transformer it is
             the layer's input alone (1), and memory grows with the segment from 2 or 3 layers on.
 
+    Raises:
+        ValueError: a size below 1.
+
     >>> [round(memory_after_checkpoint_bytes(64, k) / 1e9) for k in (1, 8, 64)]  # the rule: least at 8
     [105, 26, 105]
     >>> [round(memory_after_checkpoint_bytes(64, k, boundary_values=1) / 1e9) for k in (1, 8, 64)]
@@ -163,6 +175,9 @@ def memory_after_checkpoint_bytes(
 
 def optimal_segment(n_layers: int) -> int:
     """Layers per segment that the classical rule likes best, about sqrt(n_layers): least ceil(n / k) + k.
+
+    Raises:
+        ValueError: ``n_layers`` below 1.
 
     >>> [optimal_segment(n) for n in (1, 2, 16, 64, 100)]
     [1, 1, 4, 8, 10]

@@ -25,6 +25,9 @@ from .moment import Moment
 
 __all__ = ["Segments"]
 
+#: Whom torch 2.6 asks for the arguments of ``replay``, which has none; newer ones do not ask.
+SAVER = getattr(engine, "_NoopSaveInputs", None)
+
 
 class Layer(Protocol):
     """What a segment asks of a layer: its forward, and the same for the second run."""
@@ -161,6 +164,16 @@ def _same(leaf: Tensor, output: Tensor, version: int) -> bool:
     return leaf._version == version
 
 
+def _frame_of(segment: Segment) -> Any:
+    """torch's own bookkeeping of a segment: its placeholders, and what to run when one is opened."""
+    early_stop = engine._enable_checkpoint_early_stop is not False
+    frame: Any = engine._CheckpointFrame(segment.replay, early_stop, None, engine._default_meta_extractor)
+    frame.forward_completed = True  # never backward inside forward: a segment's forward has no inside
+    if SAVER is not None:
+        frame.input_saver = SAVER.apply(torch.empty(0, requires_grad=True))
+    return frame
+
+
 class Segments:
     """Recomputes the layers that call it in segments of at most ``size``."""
 
@@ -180,8 +193,6 @@ class Segments:
         if frame is None or not joins:
             segment = Segment()
             sources = [segment.source(leaf) for leaf in leaves]
-            early_stop = engine._enable_checkpoint_early_stop is not False
-            frame = engine._CheckpointFrame(segment.replay, early_stop, None, engine._default_meta_extractor)
-            frame.forward_completed = True  # never backward inside forward: a segment's forward has no inside
+            frame = _frame_of(segment)
             self._open = weakref.ref(frame)
         return segment.run(frame, layer, sources, spec, args, kwargs)

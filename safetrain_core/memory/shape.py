@@ -29,6 +29,9 @@ class RecomputeOption:
     """One policy at one size: predicted bytes of activations, and FLOPs recomputed as a fraction of the plain step's.
 
     ``host_bytes``: what ``offload`` keeps in host memory; its cost is the way there and back, not FLOPs.
+
+    >>> RecomputeOption("every_k", 4, activation_bytes=2_000_000, overhead=0.3).name
+    'every_k, k=4'
     """
 
     policy: str

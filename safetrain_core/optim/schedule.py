@@ -68,6 +68,12 @@ def make_schedule(
 ) -> LambdaLR:
     """``lr_factor`` as a torch scheduler over ``optimizer``; call its ``step()`` once per optimizer step taken.
 
+    Args:
+        kind, total_steps, warmup_ratio: as for ``lr_factor``. The peak is the learning rate that ``optimizer`` has.
+
+    Raises:
+        ValueError: as ``lr_factor``.
+
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     >>> make_schedule(optimizer, "cosine", total_steps=8, warmup_ratio=0.5).get_last_lr()
     [0.025]

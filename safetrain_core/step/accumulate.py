@@ -208,6 +208,9 @@ def scale_lr_with_batch(lr: float, accum_steps: int, world_size: int = 1) -> flo
 
     A rule of thumb for SGD with warm-up; it breaks down for large batches, and Adam often wants the square root.
 
+    Raises:
+        ValueError: ``accum_steps`` or ``world_size`` below 1.
+
     Source: Goyal et al. 2017, "Accurate, Large Minibatch SGD", arXiv:1706.02677.
 
     >>> scale_lr_with_batch(0.1, accum_steps=4, world_size=2)

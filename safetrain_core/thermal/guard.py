@@ -15,7 +15,7 @@ from .poller import Poller
 from .reading import GpuReading, as_reading
 from .states import LOST_AFTER, ThermalState, Thresholds, next_state
 
-__all__ = ["ThermalEvent", "ThermalGuard", "ThermalState", "Thresholds", "next_state"]
+__all__ = ["ThermalEvent", "ThermalGuard", "ThermalState"]
 
 log = logging.getLogger(__name__)
 

@@ -56,6 +56,9 @@ class GpuMonitor:
     NVML is initialised with the first monitor of a process and shut down with the last; in a forked child a monitor
     opens it anew. A MIG slice has the temperature, power and clocks of its whole card.
 
+    Raises:
+        ValueError: another backend, or an index below 0.
+
     >>> with GpuMonitor(backend="none") as monitor:
     ...     print(monitor.read())
     temperature unknown

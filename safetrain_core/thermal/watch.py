@@ -13,9 +13,10 @@ from typing import Any
 
 from ..config import TrainConfig
 from ..records import GPU_COLUMNS
-from .guard import ThermalGuard, ThermalState, Thresholds
+from .guard import ThermalGuard
 from .nvml import GpuMonitor
 from .reading import GpuReading
+from .states import ThermalState, Thresholds
 from .trace import SECONDS, RecordedTrace
 
 __all__ = ["add_arguments", "watch"]

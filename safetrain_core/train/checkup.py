@@ -47,6 +47,10 @@ class Checkup:
         latest: what a resume would take. lost: what it would do again; None where nothing tells how far the run was.
         size_bytes: of all of these. free_bytes: on the disk. next_save_bytes: what the next save is expected to take.
         findings: worst first.
+
+    >>> told = Checkup(Path("runs"), (), (), (), None, None, 0, 10**9, 0, ())
+    >>> told.status, told.to_json()["free_bytes"]
+    (0, 1000000000)
     """
 
     path: Path

@@ -81,8 +81,15 @@ class Report:
 def sharded(model: nn.Module, device: torch.device) -> nn.Module:
     """``model`` with its weights cut over all ranks by FSDP2: each block of a stack by itself, then the rest.
 
+    Raises:
+        ValueError: on CPUs with torch 2.6, whose FSDP2 asks the CPU's stream for what it does not have.
+
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html.
     """
+    if device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        raise ValueError(
+            f"FSDP2 on CPUs needs torch 2.7 or newer, this is {torch.__version__}; upgrade torch, or use one process"
+        )
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

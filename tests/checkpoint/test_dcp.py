@@ -7,6 +7,7 @@ import pickle
 import shutil
 
 import dcp_workers as work
+import needs
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -16,6 +17,8 @@ from safetrain_core import CheckpointError, launch, load_dcp, load_sharded, save
 from safetrain_core.checkpoint import inspection
 from safetrain_core.checkpoint.dcp import DcpReader
 from safetrain_core.checkpoint.dcp_files import DcpManifest, verify_dcp
+
+pytestmark = needs.fsdp2
 
 
 @pytest.fixture(scope="module")

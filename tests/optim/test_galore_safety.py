@@ -3,6 +3,7 @@
 import copy
 import math
 
+import needs
 import pytest
 import torch
 from galore_cases import adamw, same, train, weights
@@ -97,7 +98,7 @@ def test_four_micro_batches_make_one_projection_and_one_inner_update():
         assert torch.allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor", "muon", "sgd_momentum"])
+@pytest.mark.parametrize("name", ["adamw", "adafactor", pytest.param("muon", marks=needs.muon), "sgd_momentum"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_run_saved_between_two_bases_resumes_bit_for_bit(tmp_path, name, dtype):
     batches = [(x.to(dtype), y.to(dtype)) for x, y in BATCHES]

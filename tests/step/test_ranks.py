@@ -2,6 +2,7 @@
 
 import math
 
+import needs
 import pytest
 import rank_steps
 import torch
@@ -10,7 +11,8 @@ from rank_steps import batches
 from safetrain_core import launch
 from safetrain_core.distributed import INTERRUPT, PAUSE, SAVE, TERMINATE
 
-KINDS = ["fsdp2", "ddp"]
+KINDS = [pytest.param("fsdp2", marks=needs.fsdp2), "ddp"]
+FSDP2_ON_2_AND_3 = [pytest.param("fsdp2", count, marks=needs.fsdp2) for count in (2, 3)]
 # With 3 ranks, 7 outputs do not divide, and two ranks hold nothing of the layer of 1 output.
 
 
@@ -51,7 +53,7 @@ def windows_of(windows, numbers):
 # --- equal to one process ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "count"), [("fsdp2", 2), ("fsdp2", 3), ("ddp", 3)])
+@pytest.mark.parametrize(("kind", "count"), [*FSDP2_ON_2_AND_3, ("ddp", 3)])
 def test_rows_weights_and_moments_equal_those_of_one_process_on_the_same_global_batch(kind, count):
     windows = batches(4)
     one = rank_steps.trains(None, windows, max_norm=0.3)
@@ -103,7 +105,7 @@ def test_a_huge_but_finite_gradient_has_its_norm_and_does_not_vanish(kind):
 # --- one rank's fault is everybody's ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "count"), [("fsdp2", 3), ("ddp", 2)])
+@pytest.mark.parametrize(("kind", "count"), [FSDP2_ON_2_AND_3[1], ("ddp", 2)])
 def test_a_fault_on_the_last_rank_skips_the_step_on_all_and_leaves_no_trace(kind, count):
     windows, last = batches(5), count - 1
     without = alike(on_ranks(count, "trains", kind, windows_of(windows, (0, 2, 4)), norm=True))
@@ -138,6 +140,7 @@ def test_an_explosion_of_one_element_which_one_rank_alone_holds_is_one_for_all(k
         assert [r.skip_reason for r in several["rows"]] == [reason]
 
 
+@needs.fsdp2
 def test_what_ranks_ask_for_is_told_to_all_beside_a_healthy_step_and_beside_a_refused_one():
     asked = [(0, SAVE, INTERRUPT), (0, 0, 0), (PAUSE, TERMINATE, SAVE), (0, 0, 0)]
     ranks = on_ranks(3, "trains", "fsdp2", batches(4), requests=asked, faults=[(2, 0, "nan loss")])
@@ -149,6 +152,7 @@ def test_what_ranks_ask_for_is_told_to_all_beside_a_healthy_step_and_beside_a_re
 # --- a window given up --------------------------------------------------------------------------------------------
 
 
+@needs.fsdp2
 def test_a_window_given_up_anywhere_leaves_nothing_for_the_next():
     windows = batches(9)
     places = ("raises in 1", "raises in 2", "raises in the model in 1", "raises in the model in 2")
@@ -225,6 +229,7 @@ def test_an_overflow_of_one_rank_halves_the_scale_on_all_and_good_steps_double_i
     ]
 
 
+@needs.fsdp2
 def test_a_factor_that_is_far_too_large_halves_on_all_until_it_fits():
     ranks = on_ranks(2, "scales", "fsdp2", True)
     assert repr(ranks[0][0]) == repr(ranks[1][0])

@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 
+import needs
 import pytest
 import torch
 from torch import nn
@@ -136,7 +137,12 @@ def test_the_position_is_the_next_epochs_beginning_after_its_last_batch(tmp_path
 
 @pytest.mark.parametrize(
     "options",
-    [{"nan_check_interval": 4}, {"async_save": True}, {"optimizer_class": "muon"}, {"optimizer_class": "adafactor"}],
+    [
+        {"nan_check_interval": 4},
+        {"async_save": True},
+        pytest.param({"optimizer_class": "muon"}, marks=needs.muon),
+        {"optimizer_class": "adafactor"},
+    ],
 )
 def test_other_ways_of_running_resume_bit_equal_too(tmp_path, options):
     options = {"max_steps": 12, "checkpoint_every_n_steps": 4, "scheduler_type": "constant", **options}

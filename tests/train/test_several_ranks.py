@@ -6,12 +6,15 @@ import math
 import shutil
 import time
 
+import needs
 import pytest
 import run_workers as work
 import torch
 
 from safetrain_core import CheckpointError, MiniGPT, RankFailed, SafeTrainer, TrainConfig, launch
 from safetrain_core.checkpoint.dcp import DcpReader
+
+pytestmark = needs.fsdp2
 
 
 def on(ranks, worker, *args, **kwargs):

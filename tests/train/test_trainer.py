@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from safetrain_core import AmpTrainState, SafeTrainer, TrainConfig, TrainingFailed
 from safetrain_core.optim.build import build_optimizer
 from safetrain_core.optim.schedule import lr_factor
+from safetrain_core.train.worker import sharded
 
 
 def model(*layers):
@@ -218,3 +219,9 @@ def test_a_frozen_model_and_an_empty_validation_are_refused():
         fit(batches(1), val_loader=[])
     with pytest.raises(ValueError, match="no val_loader"):
         SafeTrainer(model(), TrainConfig(), batches(1)).validate()
+
+
+def test_ranks_on_cpus_are_refused_where_torch_cannot_shard_there(monkeypatch):
+    monkeypatch.delattr(torch.cpu.Stream, "record_event", raising=False)  # as in torch 2.6
+    with pytest.raises(ValueError, match=r"FSDP2 on CPUs needs torch 2\.7 or newer, this is"):
+        sharded(nn.Linear(1, 1), torch.device("cpu"))
