@@ -112,7 +112,8 @@ def test_in_a_notebook_the_stub_leaves_no_file_and_the_solution_is_remembered(tm
         shutil.copy(script, lessons)
     stub, markdown = exercise_cells(lessons / "01_clipping_amp.py")[0]
     last = [line for line in stub.splitlines() if line.startswith("say(")][-1]
-    begin = "import math\nfrom support import say\nfrom support.checks_01 import check_clip\n"
+    begin = f"import math, sys\nsys.path.insert(0, {str(lessons)!r})\n"
+    begin += "from support import say\nfrom support.checks_01 import check_clip\n"
 
     def executed(code: str) -> str:
         cells = [nbformat.v4.new_code_cell(begin + code), nbformat.v4.new_code_cell("print()")]
