@@ -131,7 +131,9 @@ def crash_findings(path: Path) -> list[Finding]:
     trace: deque[str] = deque(maxlen=TRACE_LINES)
     with path.open(encoding="utf-16" if wide else "utf-8", errors="replace") as lines:
         for number, raw in enumerate(lines, start=1):
-            line = _COLOURS.sub("", raw.rstrip())
+            line = raw.rstrip()
+            if "\x1b" in line:
+                line = _COLOURS.sub("", line)
             if "Traceback (most recent call last)" in line:
                 trace.clear()
             trace.append(line)
