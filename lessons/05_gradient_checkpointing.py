@@ -44,6 +44,8 @@
 from support import (
     about,
     claim,
+    diagnose_text,
+    doctor,
     finish,
     knob,
     lesson_args,
@@ -76,6 +78,7 @@ from safetrain_core import (
     optimal_segment,
     plan_recompute,
     plan_recompute_for,
+    probe_memory,
     remove_recompute,
     selective_checkpoint_cost,
     transformer_activation_bytes,
@@ -204,9 +207,36 @@ else:
         "all kept: out of memory in the forward pass, though the weights fit",
     )
     claim(tried["full"]["error"] is None, "each layer recomputed: the same step is done")
+    found = diagnose_text(tried["none"]["trace"])
+    claim(found[0].rule == "does_not_fit", "the doctor reads that from its traceback")
 
 # %% [markdown]
-# It got half-way, as the limit is half-way. What saved the second try is *gradient checkpointing*: keep a layer's input, forget what is
+# It got half-way, as the limit is half-way. The doctor also tells it before the run, on any machine, if you give it your step and the bytes that there
+# are. Here they are enough for weights, gradients and AdamW's two moments, and for half of the activations on top:
+
+
+# %%
+def fresh(policy="none"):  # what a probe calls for a run of its own
+    model = apply_recompute(lab.gpt(LAYERS, 128, seed=SEED), policy)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def step(run, micro_batches):
+    model, optimizer = run
+    optimizer.zero_grad()
+    for x, y in micro_batches:
+        (next_token_loss(model(x), y) / len(micro_batches)).backward()
+    optimizer.step()
+
+
+limit = 4 * costs[LAYERS].parameter_bytes + costs[LAYERS].activation_bytes // 2
+window = [lab.tokens(2, 128, SEED)]
+doctor(probe_memory(step, fresh, window, limit_bytes=limit), "does_not_fit")
+found = probe_memory(step, lambda: fresh("full"), window, limit_bytes=limit)
+claim(not found, "with each layer recomputed, the doctor finds nothing")
+
+# %% [markdown]
+# What saved the second try is *gradient checkpointing*: keep a layer's input, forget what is
 # inside, and when the backward pass comes to the layer, run its forward again. Nothing to do with checkpoints on disk. torch has it:
 # `torch.utils.checkpoint.checkpoint(layer, x)`. Here are three ways to get it wrong, none of which raises an error.
 #
@@ -1033,6 +1063,8 @@ say(check_loop(loop))
 # plan = plan_recompute_for(model, batch, budget_bytes=30 * 10**9, headroom=0.1)  # or let it choose
 # apply_recompute(model, plan.layers)
 # ```
+#
+# `probe_memory(step, make, [batch], limit_bytes=...)` says whether your step fits, and what takes it; a loss stored with its graph it finds, too.
 #
 # In a loop without the package: `checkpoint(layer, x, use_reentrant=False)` around each layer. In a shell: `safetrain plan --layers 32 --hidden 4096 --seq 8192
 # --budget-gb 40`.

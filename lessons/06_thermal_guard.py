@@ -47,7 +47,19 @@ import threading
 import warnings
 from pathlib import Path
 
-from support import claim, finish, knob, lesson_args, not_shown, say, show, table, whole
+from support import (
+    as_log,
+    claim,
+    doctor,
+    finish,
+    knob,
+    lesson_args,
+    not_shown,
+    say,
+    show,
+    table,
+    whole,
+)
 
 args = lesson_args(
     "06_thermal_guard",
@@ -69,6 +81,7 @@ from safetrain_core import (
     ThermalAbort,
     ThermalGuard,
     Thresholds,
+    diagnose,
     next_state,
 )
 from safetrain_core.thermal.guard import ThermalState
@@ -133,8 +146,16 @@ show(
 # %% [markdown]
 # No row of the log shows it: loss, norm and learning rate know nothing of heat (the SKIP row is the infinite sample). A real card would defend itself: at its
 # slowdown temperature it lowers its clocks, and your steps take longer for no visible reason; at its shutdown temperature it switches
-# itself off, and with it everything since the last checkpoint. A guard acts below both.
-#
+# itself off, and with it everything since the last checkpoint. A guard acts below both. The doctor sees the heat only where it was logged
+# (`gpu_metrics_backend: nvml` does). With the card's temperature beside each loss:
+
+# %%
+seen = heat.celsius[-len(unguarded.rows) :]
+losses, skips = zip(*((row.loss, row.skipped) for row in unguarded.rows), strict=True)
+log = as_log(loss=losses, skipped=skips, gpu_temperature_c=seen)
+doctor(diagnose(log), "thermal_pauses")
+
+# %% [markdown]
 # ### One threshold
 #
 # So pause above the threshold and go on below it. Predict: how often does that stop and go in ten minutes?
@@ -369,6 +390,7 @@ newest = max(at.glob("step_*.pt"))
 states = [event.state.value for event in critical.result.thermal_events]
 claim(states[-2:] == ["paused", "aborted"], "from paused to aborted: no way back to normal")
 claim(int(newest.stem[5:]) == critical.rows[-1].step, "a checkpoint of its last step is there")  # fmt: skip
+doctor(diagnose(critical.log), "thermal_pauses")
 
 # %%
 show(
@@ -412,6 +434,7 @@ say(f"{type(lost.abort).__name__}: {said(lost.abort)}")
 print("steps taken:", len(lost.rows))
 claim(isinstance(lost.abort, ThermalAbort), "a card that cannot be seen is not heated")
 claim(len(lost.rows) == 20, "the run ends, with a checkpoint, where the sensor was lost")
+doctor(diagnose(lost.log), "sensor_lost")
 
 # %% [markdown]
 # ### Another device

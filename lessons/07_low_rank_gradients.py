@@ -42,6 +42,7 @@
 from support import (
     about,
     claim,
+    doctor,
     finish,
     knob,
     lesson_args,
@@ -65,7 +66,10 @@ from safetrain_core import (
     AmpTrainState,
     GaLore,
     clip_global_l2_norm,
+    next_token_loss,
     predict_state_bytes,
+    probe_memory,
+    probe_skip_leaves_state_untouched,
 )
 
 from support import low_rank as lab
@@ -103,6 +107,27 @@ print(
     f"weights {about(weight_bytes / 1e3, 3)} kB, AdamW's state {about(state_bytes / 1e3, 3)} kB"
 )
 claim(abs(state_bytes / weight_bytes - 2) < 0.01, "AdamW keeps twice the weights' bytes")
+
+# %% [markdown]
+# Say there is room for three times the weights. Weights and gradients fit, and one short text's activations too. The doctor counts your step:
+
+
+# %%
+def step(run, micro_batches):
+    model, optimizer = run
+    optimizer.zero_grad()
+    for x, y in micro_batches:
+        (next_token_loss(model(x), y) / len(micro_batches)).backward()
+    optimizer.step()
+
+
+def with_adamw():
+    model = lab.gpt(args.seed)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.002)
+
+
+room, one_text = 3 * weight_bytes, list(text_batches(1, args.seed, 1))
+doctor(probe_memory(step, with_adamw, one_text, limit_bytes=room), "weights_do_not_fit")
 
 # %% [markdown]
 # ### Are gradients low-rank?
@@ -416,6 +441,21 @@ claim(due == "LinAlgError", "the SVD of a NaN ends the run")
 claim(between == "4096 of 4096 weights are NaN", "between bases it poisons every entry")
 
 # %% [markdown]
+# Does the package's `GaLore` help, in the loop of section 2? The doctor plants a NaN:
+
+
+# %%
+def with_galore():
+    model = lab.gpt(args.seed)
+    tables = lab.embeddings(model)
+    return model, GaLore(lab.groups(model), lab.ADAMW, rank=4, exclude=tables)
+
+
+(batch,) = text_batches(1, args.seed, 4)
+found = probe_skip_leaves_state_untouched(step, with_galore, batch)
+doctor(found, "nan_reaches_weights")
+
+# %% [markdown]
 # `GaLore` refuses such a gradient where it would take a basis of it, before anything is changed. It is `AmpTrainState` that looks at every step, and it
 # looks at the **full** gradients, before they are projected. Each window here is four micro-batches, a basis is due at updates 0, 4 and 8,
 # and attempt 5, the one with the bad micro-batch, falls on the second:
@@ -528,6 +568,10 @@ show(
     "line and is above AdamW at rank 60; at 64 it is AdamW. GaLore around Adafactor rises "
     "from Adafactor's flat line near zero, and is above it at every rank but 64.",
 )
+
+# %%
+found = probe_memory(step, with_galore, one_text, limit_bytes=room)
+claim(not found, "rank 4: in the room of section 2, the doctor finds nothing")
 
 # %% [markdown]
 # For one m x n weight, m <= n, GaLore around AdamW keeps mr + 2nr numbers, and AdamW 2mn: a square weight saves only below r = 2n/3. Torch's

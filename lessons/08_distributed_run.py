@@ -45,7 +45,10 @@
 # %%
 from support import (
     about,
+    as_log,
     claim,
+    diagnose_text,
+    doctor,
     finish,
     knob,
     lesson_args,
@@ -72,9 +75,11 @@ import torch.distributed as dist
 from safetrain_core import (
     CheckpointError,
     agree,
+    diagnose,
     effective_batch_size,
     launch,
     next_token_loss,
+    verify_checkpoints,
 )
 from safetrain_core.checkpoint.dcp_files import verify_dcp
 from safetrain_core.train.resume_check import resumed, verdict
@@ -152,7 +157,12 @@ claim(
 # Nothing happens in step 3. The others wait in their all-reduce until rank 1 comes, and it comes, with the gradients of step 4. From then on rank 1
 # is a step ahead, and the fault shows where its data ends: the others wait for a rank that has gone. On a cluster this is the run that stands
 # still, at full load, until a time-out ends it, far from the cause. With sharded weights it is worse, since what meets is not even the same kind of message.
-#
+# All that is left of such a run is the text of that error. The doctor reads it, as `safetrain diagnose` does from a file:
+
+# %%
+doctor(diagnose_text(lefts[0].ended_in), "collective_timeout")
+
+# %% [markdown]
 # ### A rank that skips alone
 #
 # So every rank has to make its backward. Then let each look at its own loss, and step only if it is finite:
@@ -206,7 +216,13 @@ show(
 
 # %% [markdown]
 # No error, no warning, no loss that looks odd. Gradients are averaged over models that are not the same, and the checkpoint has whichever one
-# the saving rank holds. Under FSDP2 there is one model, in parts: then it is rank 1's part of each weight that stays an update behind.
+# the saving rank holds. Rank 1's own log has the one NaN, and the doctor sees no more than that:
+
+# %%
+doctor(diagnose(as_log(loss=alone[lab.FAULTY].losses)), "nan_passes")
+
+# %% [markdown]
+# Under FSDP2 there is one model, in parts: then it is rank 1's part of each weight that stays an update behind.
 
 # %%
 print("updates of each rank's part under FSDP2:", [a.updates_sharded for a in alone])
@@ -264,6 +280,12 @@ claim(gaps[lab.ONE_STATE] > 0, "so the resumed run is another run")
 claim(
     gaps[lab.OWN_STATES] == 0, "with a name for each rank it is the same run, bit for bit"
 )
+after = range(plan.at + 1, args.num_steps + 1)
+logs = [as_log(step=after, loss=x) for x in (one[0].again, one[0].whole[plan.at :])]
+if len(after) >= 4:
+    doctor(diagnose(logs[0], baseline=logs[1]), "leaves_baseline")
+else:
+    not_shown("--num-steps 8 or more")
 
 # %%
 show(
@@ -480,6 +502,7 @@ except CheckpointError as error:
     claim("sha256 mismatch" in str(error), "one bit in one rank's file is found")
 else:
     claim(False, "one bit in one rank's file is found")
+doctor(verify_checkpoints(plan.checkpoint).findings, "sha256_mismatch")
 
 # %% [markdown]
 # ### On a cluster

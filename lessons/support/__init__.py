@@ -10,7 +10,7 @@ import os
 # The OpenMP library reads this when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from .doctor import as_log, doctor
+from .doctor import as_log, diagnose_text, doctor
 from .figures import draw, mark_skips, show, style
 from .knobs import knob
 from .params import fraction, lesson_args, whole, whole_list
@@ -20,6 +20,7 @@ __all__ = [
     "about",
     "as_log",
     "claim",
+    "diagnose_text",
     "doctor",
     "draw",
     "finish",

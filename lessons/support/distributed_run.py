@@ -111,10 +111,14 @@ def sizes(ranks: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Left:
-    """Leaving out the backward: the steps whose gradients this rank shared, and the one in which it waited in vain."""
+    """Leaving out the backward: the steps whose gradients this rank shared, and the one in which it waited in vain.
+
+    ``ended_in``: the text of the error by which that wait ended.
+    """
 
     shared: list[int]
     stuck_in: int | None
+    ended_in: str
 
 
 @dataclass(frozen=True)

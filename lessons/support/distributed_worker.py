@@ -81,7 +81,7 @@ def leave_early(plan: lab.Plan) -> lab.Left:
     group = dist.new_group(timeout=timedelta(seconds=plan.bound_s))
     model = DistributedDataParallel(fresh(plan, cut=False), process_group=group)
     optimizer = adamw(model)
-    paired, stuck_in = [], None
+    paired, stuck_in, ended_in = [], None, ""
     for step, (x, y) in enumerate(batches(plan, lab.SHORT, empty_at=lab.BAD), start=1):
         loss = next_token_loss(model(x), y)
         if not torch.isfinite(loss):
@@ -89,13 +89,14 @@ def leave_early(plan: lab.Plan) -> lab.Left:
         optimizer.zero_grad()
         try:
             loss.backward()
-        except RuntimeError:  # gloo's "Timed out waiting"
+        except RuntimeError as error:  # gloo's "Timed out waiting"
             stuck_in = step
+            ended_in = str(error).rpartition("] ")[2]  # without the line of gloo's source
             break
         optimizer.step()
         paired.append(step)
     dist.barrier()  # in the group of all, which is sound
-    return lab.Left(paired, stuck_in)
+    return lab.Left(paired, stuck_in, ended_in)
 
 
 def judge_alone(plan: lab.Plan) -> lab.Alone:

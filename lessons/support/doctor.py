@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import tempfile
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .report import claim, say
@@ -31,6 +33,20 @@ def as_log(**columns: Sequence[Any]) -> list[dict[str, Any]]:
         {"step": step, **dict(zip(columns, row, strict=True))}
         for step, row in enumerate(rows, start=1)
     ]
+
+
+def diagnose_text(text: str) -> list[Finding]:
+    """What the doctor reads in the text that a run has ended in, as in ``safetrain diagnose crash.log``.
+
+    >>> diagnose_text("OSError: [Errno 28] No space left on device")[0].rule
+    'disk_full'
+    """
+    from safetrain_core import diagnose
+
+    with tempfile.TemporaryDirectory() as folder:
+        crash = Path(folder, "crash.log")
+        crash.write_text(text, encoding="utf-8")
+        return diagnose(crash)
 
 
 def told(finding: Finding) -> str:

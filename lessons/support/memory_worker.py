@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def limit_memory(more_bytes: int) -> None:
 
 
 def step(model: MiniGPT, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
-    """One forward and backward: how many layers the forward got through, and the error that ended it."""
+    """One forward and backward: the layers that the forward got through, the error that ended it, its traceback."""
     reached = 0
 
     def count(*_: Any) -> None:
@@ -39,9 +40,10 @@ def step(model: MiniGPT, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
     handles = [block.register_forward_hook(count) for block in model.blocks]
     try:
         next_token_loss(model(batch[0]), batch[1]).backward()
-        return {"reached": reached, "error": None}
+        return {"reached": reached, "error": None, "trace": None}
     except (RuntimeError, MemoryError) as error:
-        return {"reached": reached, "error": str(error) or "MemoryError"}
+        said, trace = str(error) or "MemoryError", traceback.format_exc()
+        return {"reached": reached, "error": said, "trace": trace}
     finally:
         model.zero_grad()
         for handle in handles:

@@ -346,7 +346,7 @@ def out_of_memory(
 
     Returns:
         ``limit_bytes``, ``needs`` (counted bytes by policy), and for "none" and "full" a dict each with the layers that
-        the forward got through, ``reached``, and the ``error`` that ended the step, or None.
+        the forward got through, ``reached``, and the ``error`` that ended the step with its ``trace``, or None.
 
     Raises:
         RuntimeError: the process failed in another way, or took too long.

@@ -22,7 +22,8 @@ def add_diagnose_parser(verbs: Any) -> None:
         help="say what is wrong with a run, from its log",
         description="Name symptom, evidence, cause, fix and lesson for what a run's log shows: a CSV (ours, "
         "Lightning's, any with a header), JSON lines, Hugging Face's trainer_state.json, a folder of TensorBoard "
-        "events, or a folder with one of them. Exit status 1 for a finding of severity error.",
+        "events, a folder with one of them, or the text of a crash: a traceback, what a run wrote to stderr. Exit "
+        "status 1 for a finding of severity error.",
         allow_abbrev=False,
     )
     verb.add_argument("log", nargs="+", type=Path, metavar="LOG", help="a log, or a folder with one")
@@ -92,6 +93,7 @@ def run_diagnose(args: argparse.Namespace) -> tuple[str, int]:
     >>> print(text.splitlines()[1], status)
     ERROR loss is NaN from step 7 on 1
     """
+    from .crash_texts import CrashTextError
     from .doctor import diagnose  # NumPy, only once it is needed
     from .readers import read_log
 
@@ -101,7 +103,13 @@ def run_diagnose(args: argparse.Namespace) -> tuple[str, int]:
     baseline = read_log(args.baseline, columns) if args.baseline is not None else None
     told: dict[str, list[Finding]] = {}
     for path in args.log:
-        log = read_log(path, columns)
+        try:
+            log = read_log(path, columns)
+        except CrashTextError as crash:
+            if args.plot is not None:
+                raise ValueError(f"--plot draws the curves of a log, and {path} is the text of a crash") from crash
+            told[str(path)] = crash.findings
+            continue
         told[str(path)] = diagnose(log, baseline=baseline)
         if args.plot is not None:
             from .plot import save_plot

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from .crash_texts import CrashTextError, crash_findings
 from .finding import SEVERITIES, Evidence, Finding
 from .log import Log
 from .readers import read_log
@@ -50,10 +52,11 @@ def diagnose(
     columns: Mapping[str, str] | None = None,
     rules: Sequence[Rule] = RULES,
 ) -> list[Finding]:
-    """Find what is wrong with a run, from its log alone.
+    """Find what is wrong with a run, from its log alone, or from the text that it ended in.
 
     Args:
-        rows: a path, a pandas frame, a list of dicts or ``StepLog``; see ``read_log``.
+        rows: a path, a pandas frame, a list of dicts or ``StepLog``; see ``read_log``. A text file that is no log, but
+            holds a known error message (a traceback, what a run wrote to stderr), is judged by that.
         baseline: the log of the run that this one should repeat step by step, for example before an interruption.
         columns: role -> name of the log's column, where it has an unusual name: ``{"loss": "my_loss"}``. Roles: ``step,
             epoch, loss, val_loss, lr, norm, clipped, scale, skipped, temperature, skip_reason, thermal_event``.
@@ -72,7 +75,10 @@ def diagnose(
     >>> found[0].rule, found[0].severity, found[0].evidence[0].step, found[-1].rule
     ('nan_stays', 'error', 7, 'not_checked')
     """
-    log = read_log(rows, columns)
+    try:
+        log = read_log(rows, columns)
+    except CrashTextError as crash:
+        return crash.findings
     findings: list[Finding] = []
     checked: list[str] = []
     lacking: dict[str, list[str]] = {}
@@ -85,6 +91,8 @@ def diagnose(
     if baseline is not None:
         findings += leaves_baseline(log, read_log(baseline, columns))
         checked.append("leaves_baseline")
+    if log.faults.keys() & {"ragged", "torn"} and Path(log.source).is_file():
+        findings += crash_findings(Path(log.source))  # a traceback behind the rows
     errors = {finding.rule for finding in findings if finding.severity == "error"}
     findings = [finding for finding in findings if not errors & EXPLAINED_BY.get(finding.rule, set())]
     findings.sort(key=_rank)

@@ -132,12 +132,19 @@ def _with_graph() -> list[Tensor]:
         kinds.update(ahead)
 
     def look() -> list[Tensor]:
-        return [t for t in gc.get_objects() if type(t) in kinds and t.grad_fn is not None]
+        return [t for t in gc.get_objects() if type(t) in kinds and _has_graph(t)]
 
     if not look():
         return []
     gc.collect()  # slow, and only what is in a cycle goes by it
     return look()
+
+
+def _has_graph(tensor: Tensor) -> bool:
+    try:
+        return tensor.grad_fn is not None
+    except RuntimeError:  # the shell of a freed one, of which older versions leave some
+        return False
 
 
 def _nodes(tensors: Iterable[Tensor]) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .columns import assign
+from .crash_texts import CrashTextError, crash_findings
 from .log import Log
 from .table import Cells, read_csv
 
@@ -33,7 +34,8 @@ def read_log(source: Any, columns: Mapping[str, str] | None = None) -> Log:
         columns: role -> name of the column, for names that are not recognised, for example ``{"loss": "my_loss"}``.
 
     Raises:
-        ValueError: it does not exist, cannot be read, or holds nothing that a run is judged by.
+        ValueError: it does not exist, cannot be read, or holds nothing that a run is judged by. ``CrashTextError``, a
+            kind of it, where it is the text of a crash: ``diagnose`` says of which.
 
     >>> read_log([{"step": 1, "train/loss": 2.5}, {"step": 2, "train/loss": 2.25}]).series["loss"].values.tolist()
     [2.5, 2.25]
@@ -89,11 +91,16 @@ def _read_path(path: Path, columns: Mapping[str, str] | None) -> Log:
             start = file.read(4096)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}; name another log") from error
-    if b"\0" in start:
-        raise ValueError(f"{path} holds bytes, not text; give a CSV, JSON lines or a trainer_state.json")
-    if start.lstrip()[:1] in (b"{", b"["):
-        return read_json(path, columns)
-    return read_csv(path, columns)
+    try:
+        if b"\0" in start:
+            raise ValueError(f"{path} holds bytes, not text; give a CSV, JSON lines or a trainer_state.json")
+        if start.lstrip()[:1] in (b"{", b"["):
+            return read_json(path, columns)
+        return read_csv(path, columns)
+    except ValueError as error:
+        if findings := crash_findings(path):
+            raise CrashTextError(path, findings) from error
+        raise
 
 
 def read_json(path: Path, columns: Mapping[str, str] | None = None) -> Log:

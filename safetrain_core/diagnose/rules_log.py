@@ -78,11 +78,25 @@ def thermal_pauses(log: Log) -> list[Finding]:
     hot = heat.where(heat.values >= HOT_C)
     if not pauses and not ended and len(hot) < HOT_READINGS:
         return []
+    if ended and all(re.search("unknown|sensor", text.lower()) for text in ended.values()):
+        where = tuple(Evidence(int(log.steps[row]), {"event": text}) for row, text in ended.items())
+        return [
+            Finding(
+                "the thermal guard ended the run: it could not see the card's temperature any more",
+                "sensor_lost",
+                "error",
+                where,
+                "readings came without a number, and a card that cannot be seen may be cooking",
+                "look at nvidia-smi and the driver's log; then resume from the checkpoint that it saved",
+                "06_thermal_guard",
+            )
+        ]
     if pauses or ended:
         evidence = [Evidence(int(log.steps[row]), {"event": text}) for row, text in {**ended, **pauses}.items()]
-        seen = f"the thermal guard paused the run {len(pauses)} times, {waited:.1f} s in all"
+        times, count = (f"{len(pauses)} {word}{'s' * (len(pauses) != 1)}" for word in ("time", "pause"))
+        seen = f"the thermal guard paused the run {times}, {waited:.1f} s in all"
         if ended:
-            seen = f"the thermal guard ended the run, after {len(pauses)} pauses"
+            seen = f"the thermal guard ended the run, after {count}"
     else:
         hottest = np.argsort(-hot.values, kind="stable")[:3].tolist()
         evidence = [Evidence(int(hot.steps[i]), {"temperature C": float(hot.values[i])}) for i in hottest]

@@ -8,7 +8,7 @@ from hot import Card
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from safetrain_core import SafeTrainer, StepLog, TrainConfig, diagnose, read_log
+from safetrain_core import SafeTrainer, StepLog, ThermalAbort, TrainConfig, diagnose, read_log
 from safetrain_core.diagnose.running import EVERY, WINDOW, RunningDoctor
 
 
@@ -76,8 +76,26 @@ def test_a_thermal_pause_is_told_with_its_seconds(tmp_path):
     card.trainer = trainer
     trainer.fit()
     found = next(f for f in diagnose(tmp_path / "log.csv") if f.rule == "thermal_pauses")
-    assert "paused the run 1 times" in found.symptom
+    assert "paused the run 1 time," in found.symptom
     assert "90" in str(found.evidence[0])
+
+
+def test_a_lost_sensor_is_no_hot_card(tmp_path):
+    card = Card()
+
+    def fault(step, model):
+        if step == 10:
+            card.be(None, polls=4)
+
+    trainer, _ = run(
+        tmp_path, fault=fault, steps=30, gpu_temp_guard=True, gpu_temp_poll_interval_seconds=0.01, thermal_source=card
+    )
+    card.trainer = trainer
+    with pytest.raises(ThermalAbort, match="sensor was lost"):
+        trainer.fit()
+    found = diagnose(tmp_path / "log.csv")
+    assert (found[0].rule, found[0].severity) == ("sensor_lost", "error")
+    assert "temperature unknown" in str(found[0].evidence[0])
 
 
 def test_a_resumed_run_of_ours_equals_its_baseline_and_one_that_lost_its_generators_does_not(tmp_path):

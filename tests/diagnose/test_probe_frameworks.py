@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
-from safetrain_core import probe_accumulation, probe_clip_order, probe_skip_leaves_state_untouched
+from safetrain_core import probe_accumulation, probe_clip_order, probe_memory, probe_skip_leaves_state_untouched
 
 BATCH = {
     "x": torch.randn(12, 6, generator=torch.Generator().manual_seed(3)),
@@ -82,6 +82,20 @@ def test_hugging_faces_trainer_lets_nan_through(tmp_path):
     assert rules(found) == ["nan_reaches_weights"]
 
 
+def windows(count):
+    return [{name: part[at::count] for name, part in BATCH.items()} for at in range(count)]
+
+
+def test_hugging_faces_step_is_counted_and_left_alone(tmp_path):
+    step = hugging_face(tmp_path)
+    assert probe_memory(step, Classifier, windows(3)) == []
+    (finding,) = probe_memory(step, Classifier, windows(1), limit_bytes=1)
+    weights = 4 * sum(p.numel() for p in Classifier().parameters())
+    told = finding.evidence[0].values
+    assert (finding.rule, told["weight bytes"], told["gradient bytes"]) == ("weights_do_not_fit", weights, weights)
+    assert told["optimizer state bytes"] >= 2 * weights  # AdamW, made inside the step
+
+
 def lightning(*, automatic=True, divides=True, clip=1.0):
     """``Trainer.fit`` on one window; automatic optimization calls for gradients in a closure of the optimizer."""
     package = pytest.importorskip("lightning.pytorch")
@@ -138,6 +152,17 @@ def test_lightning_holds(automatic):
     step, module = lightning(automatic=automatic)
     assert probe_accumulation(step, module, BATCH, unequal=False) == []
     assert probe_clip_order(step, module, BATCH, 1.0, accum_steps=2) == []
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+def test_lightnings_step_is_counted_and_left_alone(automatic):
+    step, module = lightning(automatic=automatic)
+    assert probe_memory(step, module, windows(3)) == []
+    (finding,) = probe_memory(step, module, windows(1), limit_bytes=1)
+    weights = 4 * sum(p.numel() for p in Classifier().parameters())
+    told = finding.evidence[0].values
+    assert (finding.rule, told["weight bytes"], told["gradient bytes"]) == ("weights_do_not_fit", weights, weights)
+    assert told["optimizer state bytes"] >= 2 * weights
 
 
 def test_lightnings_faults_are_named():
