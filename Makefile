@@ -15,7 +15,7 @@ LESSONS := $(sort $(wildcard lessons/[0-9]*.py))
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab lessons test test-adapters check format lint types notebooks bench pins readme clean
+.PHONY: help setup lab lessons test test-adapters browser check format lint types notebooks bench pins readme clean
 
 help:  ## list the commands
 	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,10 @@ $(ADAPTERS)/.ready: pyproject.toml constraints.txt
 test-adapters: $(ADAPTERS)/.ready  ## the callbacks in Hugging Face's and Lightning's own trainers (sets up another environment)
 	$(ADAPTERS)/bin/python -m pytest -q tests/adapters tests/diagnose/test_probe_frameworks.py tests/diagnose/test_readers.py $(PYTEST_ARGS)
 
+browser: $(READY)  ## the lessons in JupyterLab, worked through by a real Chromium (installs Playwright)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt -e '.[browser]'
+	$(BIN)/python -m pytest -q -rs tests/browser $(PYTEST_ARGS)
+
 check: lint types test  ## what must be green before a commit
 
 format: $(READY)  ## format the code
@@ -63,7 +67,7 @@ types: $(READY)  ## type check
 notebooks: $(READY)  ## rebuild the notebooks from the scripts and run them
 	$(BIN)/python tests/lessons/build_notebooks.py $(LESSONS)
 
-bench: $(READY)  ## the measured claims, beside other packages (installs them: large)
+bench: $(READY)  ## the measured claims, beside other packages (installs them: large); keeps tests/benchmarks/RESULTS.md
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt -e '.[peers]'
 	$(BIN)/python -m pytest -q -s tests/benchmarks $(PYTEST_ARGS)
 

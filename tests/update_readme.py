@@ -8,6 +8,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from quoted import measured_table, with_present_figures
+from results import read
+
 from safetrain_core.config import reference_table
 
 ROOT = Path(__file__).parents[1]
@@ -26,21 +29,27 @@ def lesson_table() -> str:
     return "\n".join(["| lesson | its question | minutes |", "|---|---|---|", *rows])
 
 
-MADE: dict[str, Callable[[], str]] = {"lessons": lesson_table, "config table": reference_table}
+MADE: dict[str, Callable[[], str]] = {
+    "lessons": lesson_table,
+    "config table": reference_table,
+    "measured": measured_table,
+}
 
 
 def rewritten(text: str) -> str:
-    """The README with each generated part written anew.
+    """The README with each generated part written anew, and the measured figures in its prose.
 
     Raises:
         ValueError: a part has no place, or more than one.
     """
     for name, make in MADE.items():
+        if name == "measured" and "## Measured" not in text:
+            continue
         block = f"<!-- {name}: made by `make readme` -->\n{make()}\n<!-- end of {name} -->"
         text, found = re.subn(rf"<!-- {name}: .*?end of {name} -->", lambda _, b=block: b, text, flags=re.DOTALL)
         if found != 1:
             raise ValueError(f"README.md has {found} places for the {name}; it must have one")
-    return text
+    return with_present_figures(text, read())
 
 
 def main() -> None:
