@@ -147,7 +147,7 @@ class HostRun:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run has to know, in plain types: it goes into the host's own checkpoint."""
-        return {**self.state.to_dict(), "losses": self.state.losses[-self.config.loss_jump_window :]}
+        return replace(self.state, losses=self.state.losses[-self.config.loss_jump_window :]).to_dict()
 
     # --- a window ---------------------------------------------------------------------------------------------
 

@@ -58,11 +58,24 @@ class SafeTrainerCallback(TrainerCallback):
     Raises:
         ValueError: a knob that is unknown, the trainer's own, or out of range; a guard without a source.
 
-    >>> import transformers
-    >>> SafeTrainerCallback(transformers.Trainer, loss_jump_factor=2.0)
-    Traceback (most recent call last):
-    ...
-    ValueError: SafeTrainerCallback needs the Trainer that it is added to, not type: ...
+    >>> import tempfile, torch
+    >>> from transformers import Trainer, TrainingArguments
+    >>> class Line(torch.nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.layer = torch.nn.Linear(1, 1)
+    ...     def forward(self, x, y):
+    ...         return {"loss": (self.layer(x) - y).square().mean()}
+    >>> data = [{"x": torch.tensor([float(i)]), "y": torch.tensor([2.0 * i])} for i in range(8)]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     args = TrainingArguments(folder, max_steps=3, use_cpu=True, report_to=[], disable_tqdm=True)
+    ...     trainer = Trainer(Line(), args, train_dataset=data)
+    ...     callback = SafeTrainerCallback(trainer, csv_log_path=f"{folder}/run.csv", loss_jump_factor=2.0)
+    ...     trainer.add_callback(callback)
+    ...     _ = trainer.train()
+    {'train_runtime': ...}
+    >>> callback.result.status, [row.step for row in callback.result.rows]
+    ('completed', [1, 2, 3])
     """
 
     def __init__(

@@ -64,6 +64,21 @@ class SafeTrainCallback(Callback):
     Traceback (most recent call last):
     ...
     ValueError: loss_jump_factor=1.0 is out of range; allowed: number > 1 or none
+    >>> from lightning.pytorch import Trainer
+    >>> class Line(LightningModule):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.layer = torch.nn.Linear(1, 1)
+    ...     def training_step(self, batch, index):
+    ...         return (self.layer(batch) - 2 * batch).square().mean()
+    ...     def configure_optimizers(self):
+    ...         return torch.optim.SGD(self.parameters(), lr=0.01)
+    >>> callback = SafeTrainCallback(loss_jump_factor=2.0)
+    >>> quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    >>> trainer = Trainer(max_steps=3, accelerator="cpu", callbacks=[callback], enable_model_summary=False, **quiet)
+    >>> trainer.fit(Line(), torch.utils.data.DataLoader(torch.ones(8, 1), 2))
+    >>> callback.result.status, [row.step for row in callback.result.rows]
+    ('completed', [1, 2, 3])
     """
 
     def __init__(

@@ -81,3 +81,6 @@ told = {
     "finite": all(bool(torch.isfinite(weight).all()) for weight in model.state_dict().values()),
 }
 (folder / f"rank{rank()}.json").write_text(json.dumps(told))
+if torch.distributed.is_initialized():  # a rank that leaves while another still talks to it makes that one abort
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()

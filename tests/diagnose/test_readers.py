@@ -212,6 +212,7 @@ def test_tensorboard_events_are_read_or_the_missing_package_is_named(tmp_path, m
     (tmp_path / "events.out.tfevents.1.x").write_bytes(b"\0" * 20)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "tensorboard", None)
+        patch.setitem(sys.modules, "tensorboard.backend.event_processing.event_accumulator", None)
         with pytest.raises(ValueError, match="pip install tensorboard"):
             read_log(tmp_path)
     pytest.importorskip("tensorboard")
