@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .diagnose.finding import Evidence, Finding
     from .diagnose.probe import probe_accumulation
     from .diagnose.probe_clip import probe_clip_order
+    from .diagnose.probe_memory import probe_memory
     from .diagnose.probe_resume import probe_resume
     from .diagnose.probe_skip import probe_skip_leaves_state_untouched
     from .diagnose.readers import read_log
@@ -145,6 +146,7 @@ _HOME = {
     "predict_state_bytes": "optim.state_bytes",
     "probe_accumulation": "diagnose.probe",
     "probe_clip_order": "diagnose.probe_clip",
+    "probe_memory": "diagnose.probe_memory",
     "probe_resume": "diagnose.probe_resume",
     "probe_skip_leaves_state_untouched": "diagnose.probe_skip",
     "projection_error": "optim.projection",

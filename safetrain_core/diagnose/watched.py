@@ -19,7 +19,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from .parts import Parts, parts_of
 
-__all__ = ["Update", "altered_gradients", "build", "kept_rng", "put_rng_state", "rng_state", "seed_all", "watched"]
+__all__ = [
+    "Update",
+    "altered_gradients",
+    "build",
+    "built",
+    "kept_rng",
+    "put_rng_state",
+    "rng_state",
+    "seed_all",
+    "watched",
+]
 
 
 def build(make: Callable[[], Any], seed: int) -> tuple[Any, Parts]:
@@ -28,6 +38,17 @@ def build(make: Callable[[], Any], seed: int) -> tuple[Any, Parts]:
     Raises:
         ValueError: it has no module with weights.
     """
+    run, parts = built(make, seed)
+    for module in (sub for outer in parts.modules for sub in outer.modules()):
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        if isinstance(getattr(module, "dropout", None), float):
+            module.dropout = 0.0  # type: ignore[assignment]
+    return run, parts
+
+
+def built(make: Callable[[], Any], seed: int) -> tuple[Any, Parts]:
+    """A fresh run with its parts, made under ``seed``, as it is; ``ValueError`` without a module with weights."""
     seed_all(seed)
     run = make()
     parts = parts_of(run)
@@ -36,11 +57,6 @@ def build(make: Callable[[], Any], seed: int) -> tuple[Any, Parts]:
             "make_model returned no module with trainable weights; return the model, or a tuple or an object that has "
             "model, optimizer, scheduler and scaler"
         )
-    for module in (sub for outer in parts.modules for sub in outer.modules()):
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            module.p = 0.0
-        if isinstance(getattr(module, "dropout", None), float):
-            module.dropout = 0.0  # type: ignore[assignment]
     return run, parts
 
 
