@@ -25,6 +25,8 @@ BROWSERS = ("chromium", "google-chrome", "google-chrome-stable", "chromium-brows
 #: Without these, Chromium asks its makers' hosts for news at every start.
 QUIET = ("disable-gpu", "disable-quic", "no-first-run", "disable-background-networking", "disable-component-update")
 ACTION_LIMIT_S = 30
+#: Seconds from `Run All` to the last output, by lesson.
+RUN_S: dict[str, float] = {}
 
 
 @pytest.fixture(scope="session")
@@ -80,7 +82,7 @@ def learner(request: pytest.FixtureRequest, page: Page, server: Server) -> Itera
     try:
         here.open()
         here.shot("top")
-        here.run_all()
+        RUN_S[here.lesson] = here.run_all()
         yield here
     finally:
         page.remove_listener("console", hear_console)
@@ -113,3 +115,8 @@ def pytest_runtest_makereport(item, call):
             page.screenshot(path=path)
             report.sections.append(("the page when it failed", str(path.relative_to(ROOT))))
     return report
+
+
+def pytest_terminal_summary(terminalreporter):
+    for lesson, seconds in RUN_S.items():
+        terminalreporter.write_line(f"{lesson:<28} {seconds:6.1f} s for all cells")

@@ -69,7 +69,6 @@ class Learner:
         self.page, self.server, self.lesson, self.shots = page, server, lesson, shots
         self.path = f"{lesson}.ipynb"
         self.complaints: list[str] = []
-        self.run_s = 0.0
 
     # --- the whole lesson ---------------------------------------------------------------------------------------
 
@@ -88,19 +87,20 @@ class Learner:
             "has cells that do not appear",
         )
 
-    def run_all(self) -> None:
-        """Throw the stored outputs away and run every cell; what went wrong is in ``complaints``."""
+    def run_all(self) -> float:
+        """Throw the stored outputs away, run every cell, return the seconds; ``complaints`` has what went wrong."""
         start = time.monotonic()
         self.page.evaluate("() => { jupyterapp.commands.execute('notebook:clear-all-cell-outputs'); }")
         self.page.evaluate("() => { jupyterapp.commands.execute('notebook:run-all-cells'); }")
         cells = self._when_done(lambda cells: all(cell.count for cell in cells if cell.type == "code"), RUN_LIMIT_S)
-        self.run_s = time.monotonic() - start
+        seconds = time.monotonic() - start
         for cell in cells:
             for output in cell.outputs:
                 if output["kind"] == "error":
                     self.complaints.append(f"{self.lesson}, {cell}: {output['error']}")
                 elif output["name"] == "stderr":
                     self.complaints.append(f"{self.lesson}, {cell} wrote to stderr: {output['text'][:300]}")
+        return seconds
 
     def cells(self) -> list[Cell]:
         """Every cell as it is now."""
