@@ -237,7 +237,7 @@ HEADLINES = (
     "sharded: save_sharded / four torch.save + fsync in turn, 4 x 64 MB",
     "sharded: load_sharded / four torch.load, 4 x 64 MB",
     "sharded: load_dcp / DCP load, which verifies nothing, 256 MB",
-    "memory: predicted against counted peak bytes, flash, largest error",
+    "memory: predicted against counted peak bytes, math, largest error",
     "thermal: host reads that the guard adds to 20 steps",
     "low rank: GaLore state / galore-torch's, held",
     "low rank: GaLore update / galore-torch's, between bases",
