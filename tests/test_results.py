@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from quoted import FIGURES, HEADLINES, README, measured_table, with_present_figures, wrong
+from headlines import HEADLINES, measured_table
+from quoted import FIGURES, README, with_present_figures, wrong
 from results import AREAS, BROKEN, HOLDS, KEPT, SHORT, SKIPPED, Row, as_markdown, as_text, read, write
 
 ROOT = Path(__file__).parents[1]
