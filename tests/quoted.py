@@ -16,14 +16,14 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-from results import HOLDS, KEPT, SHORT, Row, read
+from results import HOLDS, Row
 
 from safetrain_core.config import TrainConfig
 
 README = Path(__file__).parents[1] / "README.md"
 
 #: Phrase with slots -> the row of each, as "area: what". ``{}`` is what was measured; ``{target}`` is the row's target,
-#: and the row has to hold; several rows may stand behind one, by " and ".
+#: and the row has to hold; several rows may stand behind one, by "; ".
 FIGURES = {
     "it found at least {} of 20 of each symptom, and gave {} error in {} healthy runs": (
         "doctor: found least often of all symptoms",
@@ -31,8 +31,8 @@ FIGURES = {
         "doctor: healthy runs examined",
     ),
     "within {target} % of the count": (
-        "memory: predicted against counted peak bytes, flash, largest error"
-        " and memory: predicted against counted peak bytes, math, largest error",
+        "memory: predicted against counted peak bytes, flash, largest error; "
+        "memory: predicted against counted peak bytes, math, largest error",
     ),
     "its state is {} MiB, AdamW's {}.": (
         "low rank: state of GaLore, rank 64",
@@ -73,6 +73,7 @@ PLAIN = {
     "the loss scale halves only": "what the scaler does: a factor of 2",
     "Loss over 20 steps": "what the picture shows",
     "exits with 0 only if": "an exit status",
+    "`browser`, 165 MB": "the size of an optional package of others, which nothing here changes",
     "steps that stand twice": "a symptom",
     "count a few samples twice": "what padding does",
 }
@@ -141,13 +142,13 @@ def _slots(phrase: str) -> list[str]:
     return [slot or "" for slot in SLOT.findall(phrase)]
 
 
-def _rows(named: str, rows: Mapping[str, Row]) -> list[Row]:
-    missing = [name for name in named.split(" and ") if name not in rows]
+def rows_behind(named: str, rows: Mapping[str, Row]) -> list[Row]:
+    missing = [name for name in named.split("; ") if name not in rows]
     if missing:
         raise ValueError(
             f"RESULTS.md has no row {missing[0]!r}; run make bench, or name another row in tests/quoted.py"
         )
-    return [rows[name] for name in named.split(" and ")]
+    return [rows[name] for name in named.split("; ")]
 
 
 def by_name(rows: Iterable[Row]) -> dict[str, Row]:
@@ -177,7 +178,7 @@ def wrong(text: str, rows: Iterable[Row]) -> list[str]:
 
     for phrase, names in FIGURES.items():
         slots = _slots(phrase)
-        look(phrase, lambda i, w, s=slots, n=names: [_expected(s[i], row, w) for row in _rows(n[i], named)])
+        look(phrase, lambda i, w, s=slots, n=names: [_expected(s[i], row, w) for row in rows_behind(n[i], named)])
     for phrase, fields in CONFIGURED.items():
         look(phrase, lambda i, w, f=fields: [as_written(getattr(defaults, f[i]), w)])
     for phrase in PLAIN:
@@ -210,60 +211,9 @@ def with_present_figures(text: str, rows: Iterable[Row]) -> str:
         def renewed(match: re.Match[str], slots: list[str] = slots, names: tuple[str, ...] = names) -> str:
             whole, start = match[0], match.start()
             for i in reversed(range(len(slots))):
-                value = _expected(slots[i], _rows(names[i], named)[0], match[i + 1])
+                value = _expected(slots[i], rows_behind(names[i], named)[0], match[i + 1])
                 whole = whole[: match.start(i + 1) - start] + value + whole[match.end(i + 1) - start :]
             return whole
 
         text = _pattern(phrase).sub(renewed, text)
     return text
-
-
-# --- the section "Measured"
-
-#: The rows that the README shows; all others are a click away.
-HEADLINES = (
-    "step: safe step / bare loop, float32, MiniGPT 4 x 128",
-    "step: safe step / Lightning Fabric loop, float32",
-    "step: safe step / Accelerate loop, float32",
-    "step: safe step: host reads",
-    "step: guard / clip_grad_norm_, 200 x 250,000, no clip due",
-    "step: per-parameter guard with item() / guard, no clip due",
-    "accumulation: guarded window / bare loop, 4 micro-batches",
-    "trainer: SafeTrainer with CSV / the same steps by hand",
-    "several ranks: all-reduces per update besides the gradients', fsdp2, loss, norm and verdict",
-    "checkpoint: atomic_save / torch.save + fsync, 400 MB",
-    "checkpoint: verify and load / torch.load, 400 MB",
-    "checkpoint: kills that lost the previous checkpoint",
-    "sharded: save_sharded / four torch.save + fsync in turn, 4 x 64 MB",
-    "sharded: load_sharded / four torch.load, 4 x 64 MB",
-    "sharded: load_dcp / DCP load, which verifies nothing, 256 MB",
-    "memory: predicted against counted peak bytes, flash, largest error",
-    "thermal: host reads that the guard adds to 20 steps",
-    "low rank: GaLore state / galore-torch's, held",
-    "low rank: GaLore update / galore-torch's, between bases",
-    "doctor: found least often of all symptoms",
-    "doctor: healthy runs with an error",
-    "doctor: 10^6 rows of our CSV, processor time",
-    "kit: import safetrain_core after torch",
-)
-
-
-def measured_table(kept: Path = KEPT) -> str:
-    """The README's table of what ``make bench`` has measured: the headlines, and every claim that falls short."""
-    rows = by_name(read(kept))
-    page = kept.read_text(encoding="utf-8")
-    when, on = (re.search(rf"^- {what}: (.+?)[,\n]", page, flags=re.MULTILINE)[1] for what in ("when", "on"))
-    short = [name for name, row in rows.items() if row.verdict == SHORT]
-    claims = sum(row.verdict in (HOLDS, SHORT) for row in rows.values())
-    lines = [
-        f"By `make bench` on {when}, {on}; x is a ratio of times. {len(short)} of {claims} claims fall short.",
-        "[All rows, with machine, versions and spread](tests/benchmarks/RESULTS.md).",
-        "",
-        "| what | measured | target | |",
-        "|---|---|---|---|",
-    ]
-    for name in dict.fromkeys([*HEADLINES, *short]):
-        (row,) = _rows(name, rows)
-        area, what, measured, target, verdict, _ = row.cells()
-        lines.append(f"| {area}: {what} | {measured} | {target} | {'' if verdict == '-' else verdict} |")
-    return "\n".join(lines)

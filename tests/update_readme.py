@@ -8,7 +8,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from quoted import measured_table, with_present_figures
+from headlines import measured_table
+from quoted import with_present_figures
 from results import read
 
 from safetrain_core.config import reference_table

@@ -105,6 +105,7 @@ def test_a_run_with_faults_in_one_step_of_twenty_ends_where_the_clean_run_does(c
             handle = model.register_forward_hook(lambda *_: (handle.remove(), _[2] * float("nan"))[1])
 
     clean, faulty = run(), run(fault)
+    assert (clean.status, faulty.status) == ("completed", "completed")
     compare("validation loss after 2,000 updates, clean", clean.val_loss)
     compare("validation loss after 2,000 updates, with faults", faulty.val_loss)
     claim("faults injected into 2,000 updates", faulty.skips, ">=", 60)
