@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,16 @@ def told(finding: Finding) -> str:
       cause     one batch
       fix       clip
     """
-    return _MEASURED.sub(lambda match: f"~{match[0]}", str(finding))
+    lines = _MEASURED.sub(lambda match: f"~{match[0]}", str(finding)).splitlines()
+    return "\n".join(line if "~" in line else _wrapped(line) for line in lines)
+
+
+def _wrapped(line: str) -> str:
+    """A long line in lines that fit a notebook's width; where a number varies, so would the place of a break."""
+    indent = " " * 12
+    return textwrap.fill(
+        line, 92, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def doctor(found: Sequence[Finding], rule: str) -> None:

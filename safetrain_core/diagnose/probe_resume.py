@@ -113,7 +113,7 @@ def probe_resume(
         save(second, Path(folder, "again"))
         again.and_then(_follow(second, step, steps_after))
         if again.differs(trace, 0, tolerance) is not None:
-            return [*findings, found("not_reproducible", "two fresh runs of one seed differ", Evidence(at))]
+            return [*findings, found("not_reproducible", "two fresh runs of one seed differ", Evidence(at + 1))]
         _, with_rng = resumed(rng)
         return _causes(findings, trace, after, with_rng, steps_before, at, tolerance)
 
@@ -139,7 +139,7 @@ def _causes(
 ) -> list[Finding]:
     """Why a resumed run differs, beyond the state that was compared."""
     if with_rng.differs(after, 0, tolerance) is not None:
-        told = Evidence(at, trace.told(after, start, at))
+        told = Evidence(at + 1, trace.told(after, start, at))
         findings = [*findings, found("resume_without_rng", f"the resumed run differs from step {at + 1} on", told)]
     expected, got = trace.data[start:], with_rng.data
     if expected != got:
