@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ..distributed import everyones, rank, world_size
-from ..errors import CheckpointError
+from ..errors import CheckpointDoesNotFit, CheckpointError, type_of
 from .atomic import StrPath, atomic_open, load_while, sum_of, sync_folder, write_summed
 from .dcp_files import DCP_SCHEMA, DcpManifest, SummedFile, check_file, on_all, read_index, verify_dcp
 from .folders import sweep
@@ -73,7 +73,7 @@ def save_dcp(
     try:
         if not isinstance(state, Mapping):
             raise ValueError(
-                f"state is a {type(state).__name__}, expected a dict of what is to be saved: "
+                f"state is {type_of(state)}, expected a dict of what is to be saved: "
                 '{"model": model.state_dict(), "optimizer": optimizer.state_dict(), ...}'
             )
         tensors, rest = tensors_in(state), plain_part(state)
@@ -192,17 +192,17 @@ class DcpReader:
         return payload
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """``CheckpointError`` where names, shapes or dtypes are not those of ``tensors``; nothing is changed."""
+        """``CheckpointDoesNotFit`` where names, shapes or dtypes are not those of ``tensors``; nothing is changed."""
         for what, names in (
             ("lacks", tensors.keys() - self.shapes.keys()),
             ("also has", self.shapes.keys() - tensors.keys()),
         ):
             if names:
-                raise CheckpointError(f"{self.folder} does not fit: it {what} {min(names)} ({len(names)} in all)")
+                raise CheckpointDoesNotFit(f"{self.folder} does not fit: it {what} {min(names)} ({len(names)} in all)")
         for name, tensor in tensors.items():
             shape, dtype = self.shapes[name]
             if (shape, dtype) != (tensor.shape, tensor.dtype):
-                raise CheckpointError(
+                raise CheckpointDoesNotFit(
                     f"{self.folder} does not fit: {name} is {dtype} of shape {tuple(shape)} there and {tensor.dtype} "
                     f"of shape {tuple(tensor.shape)} here"
                 )

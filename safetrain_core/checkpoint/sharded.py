@@ -22,7 +22,7 @@ from torch import Tensor
 from ..distributed import everyones, mains
 from ..distributed import rank as this_rank
 from ..distributed import world_size as this_world_size
-from ..errors import CheckpointError
+from ..errors import CheckpointError, type_of
 from .atomic import StrPath, atomic_open, write_summed
 from .checks import LARGEST_NUMBER
 from .folders import sweep
@@ -148,7 +148,7 @@ def _in_order(per_rank_state: PerRank) -> list[Mapping[str, Any]]:
 
 def _payload(state: Mapping[str, Any], rank: int, step: int) -> dict[str, Any]:
     if not isinstance(state, Mapping):
-        raise ValueError(f"the state of rank {rank} is a {type(state).__name__}, expected a dict")
+        raise ValueError(f"the state of rank {rank} is {type_of(state)}, expected a dict")
     if type(step) is not int or not 0 <= step <= LARGEST_NUMBER:
         raise ValueError(f"step={step!r} must be an integer from 0 to {LARGEST_NUMBER}")
     flat = state.get(FLAT)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import CheckpointError
+from ..errors import CheckpointDoesNotFit, CheckpointError
 from ..records import TrainState
 from .atomic import StrPath, atomic_save, load_while, verify
 from .rng import capture_rng_state, restore_rng_state
@@ -179,7 +179,8 @@ def load_checkpoint(
         path: a file of ``save_checkpoint``. model, optimizer, scheduler, scaler, loader: as they were when saved.
 
     Raises:
-        CheckpointError: the file cannot be trusted, or does not fit; model, optimizer and random states are as before.
+        CheckpointError: the file cannot be trusted, or does not fit (``CheckpointDoesNotFit``); model, optimizer and
+            random states are as before.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -187,7 +188,7 @@ def load_checkpoint(
     ...     load_checkpoint(folder + "/a.pt", nn.Linear(3, 1), None, None)
     Traceback (most recent call last):
     ...
-    safetrain_core.errors.CheckpointError: ...a.pt does not fit the model: weight has shape (1, 2) there and (1, 3) here
+    safetrain_core.errors.CheckpointDoesNotFit: ...: weight has shape (1, 2) there and (1, 3) here
     """
     payload = read_checkpoint(path)
     check_fit(payload, path, model, optimizer, scheduler)
@@ -231,7 +232,7 @@ def _load_scaler(saved: dict[str, Any] | None, scaler: Any) -> None:
 def check_fit(
     payload: dict[str, Any], path: StrPath, model: nn.Module, optimizer: torch.optim.Optimizer | None, scheduler: Any
 ) -> None:
-    """``CheckpointError`` where the payload does not fit these objects; nothing is changed."""
+    """``CheckpointDoesNotFit`` where the payload is not of these objects; nothing is changed."""
     missing = {"model", "optimizer", "scheduler", "scaler", "state", "rng", "classes"} - payload.keys()
     if missing:
         raise CheckpointError(f"{path} lacks {', '.join(sorted(missing))}; it is not a checkpoint of this version")
@@ -239,14 +240,14 @@ def check_fit(
     for name, part in (("optimizer", optimizer), ("scheduler", scheduler)):
         saved, here = payload["classes"].get(name), type(part).__name__
         if part is not None and payload[name] is None:
-            raise CheckpointError(f"{path} holds no {name}, and a {here} is to be loaded")
+            raise CheckpointDoesNotFit(f"{path} holds no {name}, and a {here} is to be loaded")
         if part is not None and saved is not None and saved != here:
-            raise CheckpointError(f"{path} holds the {name} {saved}, and a {here} is to be loaded; use {saved}")
+            raise CheckpointDoesNotFit(f"{path} holds the {name} {saved}, and a {here} is to be loaded; use {saved}")
     if optimizer is not None:
         _check_optimizer(payload["optimizer"], path, optimizer)
     saved_rules = (payload["scheduler"] or {}).get("lr_lambdas")
     if scheduler is not None and saved_rules is not None and saved_rules != scheduler.state_dict().get("lr_lambdas"):
-        raise CheckpointError(
+        raise CheckpointDoesNotFit(
             f"{path} was made with another schedule: {_in_words(saved_rules[0])}, here "
             f"{_in_words(scheduler.state_dict()['lr_lambdas'][0])}; keep it, by scheduler_type, "
             "scheduler_total_steps and scheduler_warmup_ratio, also where max_steps is raised"
@@ -266,11 +267,13 @@ def _check_model(saved: dict[str, Any], path: StrPath, model: nn.Module) -> None
         ("has, and the model lacks,", saved.keys() - here.keys()),
     ):
         if names:
-            raise CheckpointError(f"{path} does not fit the model: it {what} {sorted(names)[0]} ({len(names)} in all)")
+            raise CheckpointDoesNotFit(
+                f"{path} does not fit the model: it {what} {sorted(names)[0]} ({len(names)} in all)"
+            )
     for name, value in here.items():
         a, b = getattr(saved[name], "shape", None), getattr(value, "shape", None)
         if a != b:
-            raise CheckpointError(
+            raise CheckpointDoesNotFit(
                 f"{path} does not fit the model: {name} has shape {tuple(a or ())} there and {tuple(b or ())} here"
             )
 
@@ -279,20 +282,20 @@ def _check_optimizer(saved: dict[str, Any], path: StrPath, optimizer: torch.opti
     there = [len(group["params"]) for group in saved["param_groups"]]
     here = [len(group["params"]) for group in optimizer.param_groups]
     if there != here:
-        raise CheckpointError(f"{path} does not fit the optimizer: its groups hold {there} weights, here {here}")
+        raise CheckpointDoesNotFit(f"{path} does not fit the optimizer: its groups hold {there} weights, here {here}")
     refuse_state = getattr(optimizer, "refuse_state", None)  # GaLore's own look, for example
     if refuse_state is not None:
         try:
             refuse_state(saved)
         except ValueError as error:
-            raise CheckpointError(f"{path} does not fit the optimizer: {error}") from error
+            raise CheckpointDoesNotFit(f"{path} does not fit the optimizer: {error}") from error
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [n for group in saved["param_groups"] for n in group["params"]]
     for number, weight in zip(numbers, weights, strict=True):
         for key in ("exp_avg", "momentum_buffer"):
             moment = saved["state"].get(number, {}).get(key)
             if moment is not None and moment.shape != weight.shape:
-                raise CheckpointError(
+                raise CheckpointDoesNotFit(
                     f"{path} does not fit the optimizer: {key} has shape {tuple(moment.shape)} there, its weight "
                     f"{tuple(weight.shape)} here"
                 )

@@ -17,7 +17,7 @@ from ..checkpoint.rolling_folders import FolderCheckpoints
 from ..checkpoint.single import check_fit, load_payload, read_checkpoint, run_payload
 from ..config import TrainConfig
 from ..distributed import SAVE, is_main, mains, world_size
-from ..errors import CheckpointError
+from ..errors import CheckpointDoesNotFit, CheckpointError
 from ..records import TrainState
 from ..step.amp import AmpTrainState
 from .cursor import Cursor
@@ -194,7 +194,7 @@ class Keeper:
         was = (payload.get("trainer") or {}).get("identity")
         for name, value in self.identity.items():
             if was is not None and was.get(name) != value:
-                raise CheckpointError(f"{path} is of another run: its {name} is {was.get(name)}, here {value}")
+                raise CheckpointDoesNotFit(f"{path} is of another run: its {name} is {was.get(name)}, here {value}")
         if source is not None:
             source.fill()
         elif self.in_folders:

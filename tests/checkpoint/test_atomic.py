@@ -165,7 +165,7 @@ def test_a_numpy_scalar_and_a_path_are_saved_as_plain_values_and_the_file_loads(
         ({"list": [1, {2, 3}]}, r"payload\['list'\]\[1\] is a set"),
         ({"f": len}, r"payload\['f'\] is a builtin_function_or_method"),
         ({"array": np.zeros(3)}, r"payload\['array'\] is a ndarray"),
-        ({(1, object()): 2}, "is a object"),
+        ({(1, object()): 2}, "is an object"),
     ],
 )
 def test_what_could_not_be_read_back_is_refused_by_name_before_anything_is_written(tmp_path, value, where):

@@ -86,7 +86,7 @@ def test_tensors_that_share_memory_share_it_after_the_load(tmp_path):
         ([], 1, "per_rank_state is empty"),
         ({0: {}, 2: {}}, 1, r"ranks \[0, 2\], expected 0 to 1"),
         ({"0": {}}, 1, "expected 0 to 0"),
-        ([{}, 3], 1, "the state of rank 1 is a int, expected a dict"),
+        ([{}, 3], 1, "the state of rank 1 is an int, expected a dict"),
         ([{}], -1, "step=-1 must be an integer"),
         ([{}], 2.0, "step=2.0 must be an integer"),
         ([{}], True, "step=True must be an integer"),
