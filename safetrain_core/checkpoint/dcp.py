@@ -30,12 +30,13 @@ from torch import Tensor
 
 from ..distributed import everyones, rank, world_size
 from ..errors import CheckpointDoesNotFit, CheckpointError, type_of
-from .atomic import StrPath, atomic_open, load_while, sum_of, sync_folder, write_summed
+from .atomic import StrPath, atomic_open, load_while, sync_folder
 from .dcp_files import DCP_SCHEMA, DcpManifest, SummedFile, check_file, on_all, read_index, verify_dcp
 from .folders import sweep
 from .manifest import publish
 from .nested import joined, plain_part, tensors_in
 from .plain import plain
+from .summed import sum_of, write_summed
 
 __all__ = ["DcpReader", "load_dcp", "save_dcp"]
 

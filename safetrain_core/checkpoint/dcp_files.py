@@ -16,9 +16,10 @@ import torch
 
 from ..distributed import everyones, rank, world_size
 from ..errors import CheckpointDoesNotFit, CheckpointError
-from .atomic import StrPath, sum_of
+from .atomic import StrPath
 from .checks import checked_fields, checked_sha256, count, listed, seconds
 from .manifest import MANIFEST, PART_FOLDER, SHARD_NAME, read_json
+from .summed import sum_of
 
 __all__ = ["DCP_SCHEMA", "DcpManifest", "SummedFile", "check_file", "on_all", "read_index", "verify_dcp"]
 

@@ -23,12 +23,13 @@ from ..distributed import everyones, mains
 from ..distributed import rank as this_rank
 from ..distributed import world_size as this_world_size
 from ..errors import CheckpointError, type_of
-from .atomic import StrPath, atomic_open, write_summed
+from .atomic import StrPath, atomic_open
 from .checks import LARGEST_NUMBER
 from .folders import sweep
 from .manifest import MANIFEST, SHARD_SCHEMA, Shard, ShardManifest, publish, read_json
 from .plain import plain
 from .sharded_read import FLAT, beside_one_another, numel_of
+from .summed import write_summed
 
 __all__ = ["save_shard", "save_sharded"]
 

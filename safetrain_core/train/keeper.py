@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.atomic import atomic_write_text
+from ..checkpoint.fit import check_fit
 from ..checkpoint.folder import FolderSource, shard_payload
 from ..checkpoint.plain import plain
 from ..checkpoint.rolling import Checkpoints, step_in
 from ..checkpoint.rolling_folders import FolderCheckpoints
-from ..checkpoint.single import check_fit, load_payload, read_checkpoint, run_payload
+from ..checkpoint.single import load_payload, read_checkpoint, run_payload
 from ..config import TrainConfig
 from ..distributed import SAVE, is_main, mains, world_size
 from ..errors import CheckpointDoesNotFit, CheckpointError

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ..checkpoint.atomic import atomic_save, atomic_write_text
-from ..checkpoint.single import model_state
+from ..checkpoint.model_state import model_state
 from ..config import TrainConfig
 from ..corpus import Corpus
 from ..distributed import everyones, is_main, rank, world_size

@@ -7,9 +7,9 @@ from crash import survives
 
 from safetrain_core import CheckpointError, load_dcp, save_dcp
 from safetrain_core.checkpoint import dcp
-from safetrain_core.checkpoint.atomic import sum_of
 from safetrain_core.checkpoint.dcp_files import SummedFile
 from safetrain_core.checkpoint.folders import TEMPORARY
+from safetrain_core.checkpoint.summed import sum_of
 
 
 def state(step):
