@@ -44,11 +44,24 @@
 # <!-- /settles -->
 
 # %%
-from support import about, claim, finish, knob, lesson_args, not_shown, say, show, table
+from support import (
+    about,
+    as_log,
+    claim,
+    doctor,
+    finish,
+    knob,
+    lesson_args,
+    not_shown,
+    say,
+    show,
+    table,
+)
 
 args = lesson_args("01_clipping_amp", num_steps=20)
 
 # %%
+import math
 from itertools import pairwise
 
 import torch
@@ -56,6 +69,7 @@ import torch.nn.functional as F
 from safetrain_core import (
     AmpTrainState,
     clip_global_l2_norm,
+    diagnose,
     has_non_finite_grad,
     next_token_loss,
     rolling_skip_rate,
@@ -85,7 +99,11 @@ my_guess = ""  # for example: "one high value, then back to normal"
 
 
 # %%
-def train(clip=None, bad_step=30):
+def measure(parameters):
+    return clip_global_l2_norm(parameters, max_norm=1e30)  # out of reach: nothing is cut
+
+
+def train(clip=measure, bad_step=30):
     model = tiny_gpt(args.seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses, norms = [], []
@@ -93,14 +111,14 @@ def train(clip=None, bad_step=30):
         loss = next_token_loss(model(x), y)
         optimizer.zero_grad()
         (loss * y.numel() if step == bad_step else loss).backward()
-        norms.append(clip(model.parameters())[0] if clip else None)
+        norms.append(clip(model.parameters())[0])
         optimizer.step()
         losses.append(loss.item())
     return losses, norms
 
 
 # %%
-naive, _ = train()
+naive, norms = train()
 before, worst, last = lab.spike_summary(naive)
 print(f"step 29: loss {about(before)}    worst after the bad batch: {about(worst)}")
 claim(worst > 10 * before, "one bad batch made the loss at least 10 times as large")
@@ -109,6 +127,12 @@ claim(not last < before, "30 good batches later it has not come back")
 # %% [markdown]
 # The bad batch's own loss per character was normal. The damage shows one step later, in the weights that it left behind.
 #
+# Would you have found that batch? The doctor gets what this run logged, and nothing else:
+
+# %%
+doctor(diagnose(as_log(loss=naive, grad_norm=norms)), "spike_stays")
+
+# %% [markdown]
 # ### Numbers that float16 does not have
 #
 # Predict: which of these three can float16 hold, and which bfloat16: 1 + 1/1000, 70,000, and one hundred-millionth?
@@ -175,16 +199,19 @@ def scaled_by_hand(factor=2.0**20, num_steps=4):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         lost = sum(int(p.isnan().sum()) for p in model.parameters())
-        yield "finite" if loss.isfinite() else str(loss.item()), lost
+        yield loss.item(), lost
 
 
 # %%
-overflowed = [
-    (step, loss, lost) for step, (loss, lost) in enumerate(scaled_by_hand(), start=1)
-]
-table("unguarded_overflow", ["step", "loss", "NaN weights of 577"], overflowed)
-claim(overflowed[0][2] == 577, "one overflow, and every weight is NaN")
-claim(overflowed[0][1] == "finite", "the loss of that step was still finite")
+losses, lost = zip(*scaled_by_hand(), strict=True)
+table(
+    "unguarded_overflow",
+    ["step", "loss", "NaN weights of 577"],
+    zip(range(1, 5), map(about, losses), lost, strict=True),
+)
+claim(lost[0] == 577, "one overflow, and every weight is NaN")
+claim(math.isfinite(losses[0]), "the loss of that step was still finite")
+doctor(diagnose(as_log(loss=losses)), "nan_stays")
 
 # %% [markdown]
 # The loss looked healthy, the backward pass overflowed, and the clip made it complete: it multiplies *every* gradient by a
@@ -230,7 +257,8 @@ claim(
 claim(lab.close(applied * f for f, _, applied in seen), "applied: 1 / factor, not 1")
 
 # %% [markdown]
-# At factor 4096 the optimizer was handed a gradient of norm 1/4096. Here is what 40 steps make of that:
+# At factor 4096 the optimizer was handed a gradient of norm 1/4096. Here is what 40 steps make of that, the factor doubling after
+# every ten:
 
 # %%
 orders = {
@@ -240,16 +268,20 @@ orders = {
 table(
     "order_and_loss",
     ["optimizer", "loss, unscale then clip", "loss, clip then unscale"],
-    [[name, *map(about, losses)] for name, losses in orders.items()],
+    [[name, *(about(lab.end(rows)) for rows in both)] for name, both in orders.items()],
 )
-right, wrong = orders["sgd"]
+right, wrong = map(lab.end, orders["sgd"])
 claim(wrong > 2 * right, "SGD in the wrong order: more than twice the loss")
-right, wrong = orders["adamw"]
+right, wrong = map(lab.end, orders["adamw"])
 claim(wrong < 1.5 * right, "AdamW divides by the gradient's size, and so hides the mistake")
 
 # %% [markdown]
-# The logged norm is the sign to trust: it must not change when the factor does.
-#
+# The logged norm is the sign to trust: it must not change when the factor does. By that the doctor knows it, from AdamW's log too:
+
+# %%
+doctor(diagnose(orders["adamw"][1]), "norm_follows_scale")
+
+# %% [markdown]
 # Second mistake: a skip path without `update()`. This loop checks its gradients itself and skips. Predict: how many of its
 # 20 steps will be taken?
 
@@ -262,7 +294,7 @@ def no_update_on_skip(unscale_before_check):
     model = tiny_mlp(args.seed)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
-    taken = 0
+    rows = []
     for x, y in sensor_batches(20, args.seed):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.float16):
@@ -270,21 +302,23 @@ def no_update_on_skip(unscale_before_check):
         scaler.scale(loss).backward()
         if unscale_before_check:
             scaler.unscale_(optimizer)
-        if has_non_finite_grad(model):
+        skipped = has_non_finite_grad(model)
+        rows.append((loss.item(), scaler.get_scale(), skipped))
+        if skipped:
             continue  # no scaler.update()
         scaler.step(optimizer)
         scaler.update()
-        taken += 1
-    return taken, scaler.get_scale()
+    return rows
 
 
 # %%
-taken, factor = no_update_on_skip(unscale_before_check=False)
-print(f"{taken} of 20 steps taken, factor 2**20 -> {factor:.0f}")
+losses, factors, skipped = zip(*no_update_on_skip(False), strict=True)
+print(f"{skipped.count(False)} of 20 steps taken, factor 2**20 -> {factors[-1]:.0f}")
 claim(
-    taken == 0 and factor == 2.0**20,
+    all(skipped) and set(factors) == {2.0**20},
     "no update(): the factor never changes, no step is taken",
 )
+doctor(diagnose(as_log(loss=losses, scale=factors, skipped=skipped)), "scale_never_moves")
 
 # %%
 try:
@@ -326,6 +360,8 @@ claim(
     max(clipped[30:]) < 1.4 * clipped[28],
     "with the clip the loss stays within 1.4 times what it was",
 )
+found = diagnose(as_log(loss=clipped, grad_norm=norms))
+claim(found[0].rule == "healthy", "and the doctor finds nothing in its log")
 
 # %%
 show(
@@ -520,6 +556,7 @@ claim(min(counts.values()) > 0 and len(counts) == 2, "gradients overflowed, and 
 claim(raw[-1].scale == 1.0, "the factor went down to its floor of 1, and it did not help")
 claim(len(alerts) == 1, "the skip rate over 20 steps rose above 5%, and one alert said so")
 claim(all(quiet), "bfloat16 on the same counts, and float16 on their logs, raised none")
+doctor(diagnose(raw), "skip_rate")
 
 # %%
 rates = {

@@ -44,6 +44,7 @@
 from support import (
     about,
     claim,
+    doctor,
     finish,
     knob,
     lesson_args,
@@ -66,7 +67,13 @@ args = lesson_args(
 
 # %%
 import torch
-from safetrain_core import AmpTrainState, clip_global_l2_norm, next_token_loss
+from safetrain_core import (
+    AmpTrainState,
+    clip_global_l2_norm,
+    next_token_loss,
+    probe_accumulation,
+    probe_clip_order,
+)
 from safetrain_core.optim.schedule import make_schedule
 from safetrain_core.step.accumulate import (
     effective_batch_size,
@@ -138,7 +145,32 @@ claim(
 )
 
 # %% [markdown]
-# Each micro-batch's loss is a mean over its own rows. Four means add up to four times the mean of all. Now train with 16
+# Each micro-batch's loss is a mean over its own rows. Four means add up to four times the mean of all. A log would not show it, unless
+# you have one of the same run with another K. So the doctor runs your step, on micro-batches and on the one batch of all their rows:
+
+
+# %%
+def fresh_run():
+    model = tiny_gpt(args.seed)
+    return model, lab.optimizer_for(model, "adamw")
+
+
+def stepping(gather):  # what a probe calls: one optimizer step on a window
+    def step(run, micro_batches):
+        model, optimizer = run
+        gather(model, micro_batches)
+        optimizer.step()
+
+    return step
+
+
+# %%
+text = next(text_batches(1, args.seed, 32))
+found = probe_accumulation(stepping(whole_losses), fresh_run, text, unequal=False)
+doctor(found, "loss_not_divided")
+
+# %% [markdown]
+# AdamW does not hide it from a probe. Now train with 16
 # micro-batches per step. Predict: which of the two optimizers will show that something is wrong, and after how many steps?
 
 # %%
@@ -230,8 +262,19 @@ claim(lab.apart(by_tokens, right) < 1e-4, "weighed by tokens it is the big batch
 # %% [markdown]
 # In the big batch every token weighs 1. Under 1/K a character of a short line counts several times as much as one of a long
 # line, and no row of the log says so. The big batch knows nothing of micro-batches: its loss is one mean over all tokens. So the share of a micro-batch is its tokens
-# over the window's.
-#
+# over the window's. The probe finds it, by micro-batches of unequal size:
+
+
+# %%
+def by_1_over_k(model, micro_batches):
+    lab.gradient_of(model, micro_batches, [1 / len(micro_batches)] * len(micro_batches))
+
+
+((_, lines),) = lab.line_windows(1, seed=args.seed)
+found = probe_accumulation(stepping(by_1_over_k), fresh_run, lines)
+doctor(found, "unequal_micro_batches")
+
+# %% [markdown]
 # ### Once per window, done once per micro-batch
 #
 # `clip` right after each `backward` looks tidy. But what it clips is everything that has gathered so far. Predict: of the first of 8
@@ -265,24 +308,42 @@ claim(
 )
 claim(wrong_by[0.25] > 0.02, "at 0.25 it is another gradient, by more than 2%")
 
+
+# %%
+def clip_each_time(model, micro_batches):
+    lab.clipped_each_time(model, micro_batches, max_norm=1.0)
+
+
+found = probe_clip_order(stepping(clip_each_time), fresh_run, text, 1.0, accum_steps=8)
+doctor(found, "clip_bends_gradient")
+
 # %% [markdown]
 # The schedule, too, belongs to the optimizer step. Here are 5 windows of 4, with a cosine that should end after 5 updates:
 
 
 # %%
-def counted(per_micro_batch):
+def run_with_schedule():
     model = tiny_mlp(args.seed)
     adamw = torch.optim.AdamW(model.parameters(), lr=0.1)
-    schedule = make_schedule(adamw, "cosine", total_steps=5)
+    return model, adamw, make_schedule(adamw, "cosine", total_steps=5)
+
+
+def take(run, window, per_micro_batch):
+    model, adamw, schedule = run
+    for i, (x, y) in enumerate(window, start=1):
+        (torch.nn.functional.mse_loss(model(x), y) / len(window)).backward()
+        if per_micro_batch or i == len(window):
+            adamw.step()
+            schedule.step()
+            adamw.zero_grad()
+
+
+def counted(per_micro_batch):
+    run = model, adamw, schedule = run_with_schedule()
     rates = []
     for window in windows(sensor_batches(20, args.seed), 4):
         rates.append(adamw.param_groups[0]["lr"])
-        for i, (x, y) in enumerate(window, start=1):
-            (torch.nn.functional.mse_loss(model(x), y) / 4).backward()
-            if per_micro_batch or i == 4:
-                adamw.step()
-                schedule.step()
-                adamw.zero_grad()
+        take(run, window, per_micro_batch)
     moments = int(adamw.state[next(model.parameters())]["step"])
     return moments, schedule.last_epoch, rates
 
@@ -298,7 +359,15 @@ claim(counted(False)[:2] == (5, 5), "per window: 5, one for each update")
 
 # %% [markdown]
 # Per micro-batch, the learning rate is 0 from the third window on: the schedule was over after 5 micro-batches.
-#
+
+# %%
+batch = next(sensor_batches(1, args.seed))
+found = probe_accumulation(
+    lambda run, window: take(run, window, per_micro_batch=True), run_with_schedule, batch
+)
+doctor(found, "step_per_micro_batch")
+
+# %% [markdown]
 # ### Two ranks that talk K times
 #
 # On several GPUs, `DistributedDataParallel` averages gradients over all ranks during `backward`. The next cell starts two real
@@ -360,7 +429,14 @@ claim(single < 1e-4, "K micro-batches equal the one big batch to less than 1e-4"
 claim(double < 1e-11, "in float64 to less than 1e-11")
 
 # %% [markdown]
-# Not a fault, but rounding: the same numbers, added in another order. Three numbers are enough to see it:
+# Not a fault, and the doctor, who allows for that, finds none:
+
+# %%
+found = probe_accumulation(lambda run, parts: window_step(*run, parts), fresh_run, lines)
+claim(not found, "nothing found in window_step, with micro-batches of any size")
+
+# %% [markdown]
+# It is rounding: the same numbers, added in another order. Three numbers are enough to see it:
 
 # %%
 a, b, c = torch.tensor([1e8, -1e8, 1.0])

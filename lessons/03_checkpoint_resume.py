@@ -48,7 +48,9 @@
 # %%
 from support import (
     about,
+    as_log,
     claim,
+    doctor,
     finish,
     knob,
     lesson_args,
@@ -89,9 +91,12 @@ from safetrain_core import (
     TrainState,
     atomic_save,
     capture_rng_state,
+    diagnose,
     load_checkpoint,
+    probe_resume,
     restore_rng_state,
     save_checkpoint,
+    verify_checkpoints,
 )
 from safetrain_core.checkpoint.atomic import verify
 from safetrain_core.checkpoint.inspection import inspect
@@ -136,8 +141,12 @@ claim(torn.stat().st_size < 900_000, "the file is torn: neither step 1 nor step 
 
 # %% [markdown]
 # Both checkpoints are gone. Opening the file for writing had emptied it, and the only other copy was in the memory of the process
-# that is no more. The more often you save like that, the likelier a kill meets a save.
-#
+# that is no more. The more often you save like that, the likelier a kill meets a save. `safetrain verify` asks the doctor about a file:
+
+# %%
+doctor(verify_checkpoints(torn).findings, "torn_file")
+
+# %% [markdown]
 # ### Resumed, but not the same run
 #
 # Now suppose that the file is whole. Here is a small run with what real ones have: AdamW, a cosine, dropout, a shuffled loader, inputs
@@ -204,7 +213,37 @@ show(
 # Only the missing model is easy to see. The rest looks like a run that trains, and it is: another one. Without the scheduler the loss may
 # even be lower, since the learning rate starts again from the top. Without counters or random states the curve tells you nothing at all; the
 # samples do, seen twice or never. The optimizer's absence shows one step late, because the first loss
-# is computed from weights that are right. Of the random states, one is not enough:
+# is computed from weights that are right. Beside the uninterrupted run's log the doctor sees where a resumed one leaves it, here without the
+# random states. To see what was left out, it takes a few steps with your own functions, saves, loads, and compares:
+
+# %%
+logs = [as_log(loss=run.losses) for run in (without["rng"], whole_run)]
+doctor(diagnose(logs[0], baseline=logs[1]), "leaves_baseline")
+
+# %%
+named = {
+    bucket: probe_resume(lab.saving(bucket), lab.loading, lab.next_step, lab.Run)[0]
+    for bucket in lab.BUCKETS
+}
+table(
+    "probed",
+    ["left out", "what the probe says"],
+    [[b, f.symptom] for b, f in named.items()],
+)
+claim(
+    [finding.rule for finding in named.values()]
+    == [
+        "resume_without_weights",
+        "resume_without_optimizer",
+        "resume_without_schedule",
+        "resume_at_wrong_data",
+        "resume_without_rng",
+    ],
+    "and it names each of the five",
+)
+
+# %% [markdown]
+# Of the random states, one is not enough:
 
 
 # %%
@@ -260,6 +299,7 @@ claim(
 )
 if TOTAL >= AT + 3:
     claim(not late.losses[2] < 1e6, "two steps later the run is lost")
+doctor(verify_checkpoints(altered).findings, "altered_file")
 
 # %% [markdown]
 # This is the resume that "looks well, and later the loss is NaN". Here it takes a step or two. In the memory of a weight that is seldom
@@ -391,6 +431,10 @@ hand_run = lab.resumed(args.seed, TOTAL, AT, pack=to_file, unpack=from_file)
 gap = lab.largest_difference(whole_run.losses, hand_run.losses)
 print("largest difference of a loss:", gap)
 claim(gap == 0.0, "resumed by hand: the same run, bit for bit")
+found = probe_resume(
+    lambda run, path: save_by_hand(pack(run), path), from_file, lab.next_step, lab.Run
+)
+claim(not found, "and the probe of section 2 finds nothing")
 
 # %% [markdown]
 # ## 4. The package
@@ -560,6 +604,7 @@ for schema in ("weights-2", "ckpt.v9"):
     except CheckpointError as error:
         say(lab.said(error))
         claim("unknown schema" in str(error), f"{schema} is refused by name")
+doctor(verify_checkpoints(folder / "other.pt").findings, "unknown_schema")
 
 # %%
 old = folder / "old.pt"
@@ -650,6 +695,9 @@ claim(
     round(everything) == 24 and round(rotated) == 5,
     "without rotation the disk fills; with it, not",
 )
+three_more = 3 * growth[10_000][0]  # as if the disk had room for these
+found = verify_checkpoints(folder / "keep10000", free_bytes=three_more).findings
+doctor(found, "no_rotation")
 
 # %% [markdown]
 # A model of 7 billion weights has 84 GB in such a file (float32, AdamW). A disk of 2 TB is full after 23 of them, in the middle of

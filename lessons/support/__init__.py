@@ -10,7 +10,7 @@ import os
 # The OpenMP library reads this when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from .doctor import doctor
+from .doctor import as_log, doctor
 from .figures import draw, mark_skips, show, style
 from .knobs import knob
 from .params import fraction, lesson_args, whole, whole_list
@@ -18,6 +18,7 @@ from .report import about, claim, finish, not_shown, say, table
 
 __all__ = [
     "about",
+    "as_log",
     "claim",
     "doctor",
     "draw",

@@ -220,6 +220,27 @@ def resumed(
     return second
 
 
+def saving(without: str | None = None) -> Callable[[Run, Path], None]:
+    """A function that saves a run as ``packed``, for a probe; ``without`` is a bucket that it leaves out."""
+
+    def save(run: Run, path: Path) -> None:
+        payload = packed(run)
+        torch.save({name: part for name, part in payload.items() if name != without}, path)
+
+    return save
+
+
+def loading(run: Run, path: Path) -> None:
+    """Load what ``saving`` wrote."""
+    unpacked(run, torch.load(path, weights_only=True))
+
+
+def next_step(run: Run) -> float:
+    """One more step; its loss."""
+    run.train(1)
+    return run.losses[-1]
+
+
 def first_difference(one: Sequence[float], other: Sequence[float]) -> int | None:
     """The first step, from 1, whose losses differ; None where all are the same.
 

@@ -14,6 +14,7 @@ from safetrain_core import AmpTrainState, StepLog, clip_global_l2_norm, next_tok
 
 from . import toy
 from .counting import host_reads
+from .doctor import as_log
 from .figures import draw, log_scale, mark_skips, style
 
 if TYPE_CHECKING:
@@ -105,16 +106,18 @@ def spike_figure(curves: dict[str, list[float]]) -> Figure:
     return fig
 
 
-def order_run(unscale_first: bool, optimizer: str, steps: int = 40, seed: int = 0) -> float:
-    """Train the tiny MLP in float16 at a fixed factor of 4096, the clip after or before the unscaling.
+def order_run(
+    unscale_first: bool, optimizer: str, steps: int = 40, seed: int = 0
+) -> list[dict[str, float]]:
+    """Train the tiny MLP in float16, the clip after or before the unscaling; the factor begins at 4096.
 
     Returns:
-        The mean loss of the last five steps.
+        The rows of its log: loss, norm before the clip, factor.
     """
     model = toy.tiny_mlp(seed)
     chosen = optimizer_for(model, optimizer)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4096.0)
-    losses = []
+    scaler = torch.amp.GradScaler("cpu", init_scale=4096.0, growth_interval=10)
+    log = []
     for x, y in toy.sensor_batches(steps, seed):
         chosen.zero_grad()
         with torch.autocast("cpu", dtype=torch.float16):
@@ -122,11 +125,21 @@ def order_run(unscale_first: bool, optimizer: str, steps: int = 40, seed: int = 
         scaler.scale(loss).backward()
         if unscale_first:
             scaler.unscale_(chosen)
-        clip_global_l2_norm(model, max_norm=1.0)
+        norm, _ = clip_global_l2_norm(model, max_norm=1.0)
+        log.append((loss.item(), norm, scaler.get_scale()))
         scaler.step(chosen)
         scaler.update()
-        losses.append(loss.item())
-    return sum(losses[-5:]) / 5
+    losses, norms, factors = zip(*log, strict=True)
+    return as_log(loss=losses, grad_norm=norms, scale=factors)
+
+
+def end(rows: list[dict[str, float]]) -> float:
+    """The mean loss of the last five rows.
+
+    >>> end([{"loss": 9.0}] + 5 * [{"loss": 1.0}])
+    1.0
+    """
+    return sum(row["loss"] for row in rows[-5:]) / 5
 
 
 def scaler_run(

@@ -5,29 +5,73 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .report import claim, say
 
 if TYPE_CHECKING:
     from safetrain_core import Finding
 
-#: A number with a point or an exponent was measured; a step, a count or a threshold is whole.
-_MEASURED = re.compile(r"(?<![\w.~-])-?\d+(?:\.\d+(?:e[+-]?\d+)?|e[+-]?\d+)")
+#: A number; a name, a step or a sum that has one in it is none.
+_NUMBER = re.compile(r"(?<![\w.~-])-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?(?![\w]|\.\w)")
+#: The folders before a file's name.
+_FOLDERS = re.compile(r"(?<![\w.])/(?:[^/\s]+/)+(?=[^/\s])")
+#: What a save has given at random: the sum of a file, the nonce in its name.
+_RANDOM = re.compile(r"\b[0-9a-f]{12}(?=\.\.\.|\.bin)")
+
+
+def as_log(**columns: Sequence[Any]) -> list[dict[str, Any]]:
+    """Columns as the rows of a log, with steps from 1.
+
+    >>> as_log(loss=[3.5, 3.2], grad_norm=[1.0, 0.9])[1]
+    {'step': 2, 'loss': 3.2, 'grad_norm': 0.9}
+    """
+    rows = zip(*columns.values(), strict=True)
+    return [
+        {"step": step, **dict(zip(columns, row, strict=True))}
+        for step, row in enumerate(rows, start=1)
+    ]
 
 
 def told(finding: Finding) -> str:
-    """A finding as the doctor tells it, measured numbers marked with ``~``.
+    """A finding as the doctor tells it: measured numbers marked with ``~``, file names in place of whole paths.
 
     >>> from safetrain_core import Evidence, Finding
-    >>> print(told(Finding("the loss rose 3.52 times", "spike_stays", "error", (Evidence(30, {"loss": 0.125}),),
-    ...     "one batch", "clip")))
-    ERROR the loss rose ~3.52 times
-      evidence  step 30: loss ~0.125
+    >>> seen = Evidence(30, {"loss": 0.125, "norm": 11719.03, "scale": 65536.0, "bytes": 700})
+    >>> print(told(Finding("the loss rose 3.52 times in 700 bytes of /tmp/a/b.pt", "spike_stays", "error", (seen,),
+    ...     "one batch", "clip at 1.0", "01_clipping_amp")))
+    ERROR the loss rose ~3.52 times in ~700 bytes of b.pt
+      evidence  step 30: loss ~0.125, norm ~11719, scale 65536, bytes ~700
       cause     one batch
-      fix       clip
+      fix       clip at 1.0
+      lesson    01_clipping_amp
     """
-    lines = _MEASURED.sub(lambda match: f"~{match[0]}", str(finding)).splitlines()
+    measured = {
+        f"{value:{how}}"
+        for evidence in finding.evidence
+        for name, value in evidence.values.items()
+        for how in (("", ",") if isinstance(value, int) else (".3g", ".4g", ".6g"))
+        if isinstance(value, int | float)
+        and (
+            "bytes" in name
+            or name == "expected"
+            or (isinstance(value, float) and not value.is_integer())
+        )
+    }
+    shown = _RANDOM.sub("<random>", _FOLDERS.sub("", str(finding)))
+
+    def marked(line: str) -> str:
+        # Advice has numbers of its own: clip at 1.0.
+        advice = line.startswith(("  cause", "  fix"))
+        return _NUMBER.sub(
+            lambda m: (
+                "~" * (m[0] in measured or (not advice and bool({".", "e"} & set(m[0]))))
+                + m[0]
+            ),
+            line,
+        )
+
+    lines = map(marked, shown.splitlines())
     return "\n".join(line if "~" in line else _wrapped(line) for line in lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -59,8 +60,9 @@ def diagnose(
         rules: which to try.
 
     Returns:
-        Findings, errors first, then warnings, then what is good to know: at the end ``healthy`` where there is neither
-        error nor warning, and ``not_checked`` with the rules that lack their columns.
+        Findings, errors first, then warnings, then what is good to know; among equals the one that begins first. At the
+        end ``healthy`` where there is neither error nor warning, and ``not_checked`` with the rules that lack their
+        columns.
 
     Raises:
         ValueError: the log cannot be read, or holds nothing that a run is judged by.
@@ -85,12 +87,18 @@ def diagnose(
         checked.append("leaves_baseline")
     errors = {finding.rule for finding in findings if finding.severity == "error"}
     findings = [finding for finding in findings if not errors & EXPLAINED_BY.get(finding.rule, set())]
-    findings.sort(key=lambda finding: SEVERITIES.index(finding.severity))
+    findings.sort(key=_rank)
     if all(finding.severity == "info" for finding in findings):
         findings.append(_healthy(log, checked))
     if lacking:
         findings.append(_not_checked(lacking))
     return findings
+
+
+def _rank(finding: Finding) -> tuple[int, float]:
+    """By severity; among equals by the step at which they begin: the first may explain those after it."""
+    begins = finding.evidence[0].step if finding.evidence else None
+    return SEVERITIES.index(finding.severity), math.inf if begins is None else begins
 
 
 def _healthy(log: Log, checked: Sequence[str]) -> Finding:

@@ -19,8 +19,10 @@ SKIP_RATE = 0.05
 SKIP_WINDOW = 1000
 #: Fewer skips than this tell nothing.
 SKIPS_LEAST = 5
-#: A scaler begins high and halves its way down: up to so many skips at the start are its search, not a rate.
-SEARCH_SKIPS = 24
+#: A scaler begins high and halves its way down, which is no rate: rows that this may take ...
+SEARCH_MOST = 48
+#: ... while of so many rows at least half are skipped.
+SEARCH_ROWS = 8
 
 #: From this factor on, gradients that are still scaled are too large to be taken for unscaled ones.
 SCALE_LARGE = 256.0
@@ -33,7 +35,7 @@ SLOPE_ROWS = 12
 #: A norm above this, with a large factor that never changes, is likely to be a scaled one.
 NORM_SUSPECT = 1000.0
 
-#: A scaling factor below this means that no factor helps.
+#: A scaling factor below this means that no factor helps; at it there is none left to search for.
 SCALE_LEAST = 1.0
 
 
@@ -138,12 +140,11 @@ def skip_rate(log: Log) -> list[Finding]:
     flags = np.zeros(len(log))
     rows = skips(log)
     flags[rows] = 1
-    if "skipped" in log.series:
-        flags = flags[log.series["skipped"].rows]
-        steps = log.steps[log.series["skipped"].rows]
-    else:
-        flags, steps = flags[log.series["norm"].rows], log.steps[log.series["norm"].rows]
-    begun = _search_ends(flags)
+    known = log.series["skipped" if "skipped" in log.series else "norm"].rows
+    scaled = "scale" in log.series and _scaler(log) is not None
+    scale = log.series["scale"].on(known) if scaled else np.full(len(known), np.nan)
+    flags, steps = flags[known], log.steps[known]
+    begun = _search_ends(flags, scale)
     flags, steps = flags[begun:], steps[begun:]
     window = min(SKIP_WINDOW, len(flags))
     if window < 2 * SKIPS_LEAST:
@@ -172,12 +173,17 @@ def skip_rate(log: Log) -> list[Finding]:
     ]
 
 
-def _search_ends(flags: NDArray[np.float64]) -> int:
-    """Where the scaler has found its factor: behind the longest start of which at least half was skipped."""
-    head = flags[: 2 * SEARCH_SKIPS]
-    share = np.cumsum(head) / np.arange(1, len(head) + 1)
-    searching = np.flatnonzero((share >= 0.5) & (head > 0))
-    return int(searching[-1]) + 1 if len(searching) else 0
+def _search_ends(flags: NDArray[np.float64], scale: NDArray[np.float64]) -> int:
+    """Where the scaler has found its factor: behind a start in which every stretch was skipped by half or more.
+
+    It ends at the latest where the factor has come down to 1: what overflows there does so unscaled.
+    """
+    least = np.flatnonzero(scale <= SCALE_LEAST)
+    most = min([SEARCH_MOST, len(flags), *least[:1].tolist()])
+    at = 0
+    while at < most and (flags[at] > 0 or flags[at : at + SEARCH_ROWS].mean() >= 0.5):
+        at += 1
+    return at
 
 
 @rule("scale")

@@ -99,12 +99,12 @@ def _nan_that_went(log: Log) -> list[Finding]:
 
 @rule("loss")
 def spike_stays(log: Log) -> list[Finding]:
-    """The loss leaps from one row to the next, and stays up; the worst such place."""
+    """The loss leaps from one row to the next, and stays up; where the worst such rise begins."""
     loss = log.series["loss"].finite()
     loss = loss.where(~np.isin(loss.rows, skips(log)))
     if len(loss) < 2 * SPIKE_ROWS_LEAST + 1 or center(loss.values) <= 0:
         return []
-    best: tuple[float, int, float, float] | None = None
+    places: list[tuple[int, float, float]] = []
     for at in _leaps(loss):
         before = loss.values[max(0, at - SPIKE_ROWS) : at]
         after = loss.values[at + 1 : at + 1 + SPIKE_ROWS]
@@ -115,14 +115,15 @@ def spike_stays(log: Log) -> list[Finding]:
         # Every row after is above every row before: a leap, not a slope or a noisy stretch.
         apart = np.quantile(after, 0.1) > np.quantile(before, 0.9)
         if low > 0 and high > SPIKE_LEVEL * low and high - low > SPIKE_SIGMAS * noise and apart:
-            best = max(best or (0.0, 0, 0.0, 0.0), (high / low, at, low, high))
-    if best is None:
+            places.append((at, low, high))
+    if not places:
         return _spike_that_went(log, loss)
-    _, at, low, high = best
-    norm = _norm_near(log, int(loss.rows[at]))
+    worst, usual, top = max(places, key=lambda place: (place[2] / place[1], place[0]))
+    at, low, high = _begins([place for place in places if place[0] <= worst], loss)
+    norm = _norm_near(log, int(loss.rows[at])) or _norm_near(log, int(loss.rows[worst]))
     end = center(loss.values[-max(SPIKE_ROWS_LEAST, len(loss) // 20) :])
     if norm is None:
-        sure = high > SPIKE_LEVEL_ALONE * low and end > SPIKE_LEVEL * low and "norm" not in log.series
+        sure = top > SPIKE_LEVEL_ALONE * usual and end > SPIKE_LEVEL * usual and "norm" not in log.series
     else:
         sure = True
     held = norm is not None and norm[2] is not None and norm[2] < CLIP_HELD * norm[0]
@@ -150,6 +151,18 @@ def spike_stays(log: Log) -> list[Finding]:
             LESSON,
         )
     ]
+
+
+def _begins(places: list[tuple[int, float, float]], loss: Series) -> tuple[int, float, float]:
+    """The place at which the rise that ends with ``places[-1]`` left the old level: that is the batch to look at."""
+    begins = places[-1]
+    for place in places[-2::-1]:
+        at = place[0]
+        if begins[0] - at >= SPIKE_ROWS:
+            break
+        if loss.values[at] > SPIKE_LEVEL * loss.values[max(0, at - SPIKE_ROWS) : at].max():
+            begins = place
+    return begins
 
 
 def _spike_that_went(log: Log, loss: Series) -> list[Finding]:
@@ -199,9 +212,10 @@ def _norm_near(log: Log, row: int) -> tuple[float, float, float | None, float] |
     here = np.flatnonzero((norm.rows >= row - 2) & (norm.rows <= row + 1))
     if not len(here):
         return None
-    at = int(here[np.argmax(norm.values[here])])
     before = center(norm.values[max(0, int(here[0]) - SPIKE_ROWS) : int(here[0])])
-    if not norm.values[at] > SPIKE_NORM * before:
+    spiked = here[norm.values[here] > SPIKE_NORM * before]
+    if not len(spiked):
         return None
+    at = int(spiked[0])  # those after it may be larger: they follow from it
     clipped = log.series["clipped"].on(norm.rows[at : at + 1])[0] if "clipped" in log.series else float("nan")
     return float(norm.values[at]), before, None if clipped != clipped else float(clipped), float(norm.steps[at])
