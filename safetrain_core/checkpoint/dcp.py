@@ -12,7 +12,7 @@ unpickler that knows its few classes and nothing else.
       dcp.<nonce>/                  DCP's files: tensors, and the index .metadata
       rank<r>.<nonce>.bin           what rank r alone has (random states, data position); rank 0's has what all share
 
-torch 2.13 syncs ``.metadata`` before its buffer is flushed; so every file is synced here once more, after it is closed.
+torch up to 2.13 syncs ``.metadata`` before its buffer is flushed: every file is synced here once more, once closed.
 """
 
 from __future__ import annotations

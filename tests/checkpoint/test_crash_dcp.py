@@ -2,6 +2,7 @@
 
 import os
 
+import pytest
 import torch
 from crash import survives
 
@@ -76,8 +77,9 @@ def test_a_save_into_an_existing_folder_leaves_the_old_or_the_new_checkpoint(tmp
     assert failed == 0
 
 
+@pytest.mark.skipif(torch.__version__ >= (2, 14), reason="torch flushes the index before it syncs it from 2.14 on")
 def test_the_same_test_fails_where_dcp_is_trusted_to_sync_its_own_files(tmp_path, monkeypatch):
-    """torch 2.13 syncs the index before its buffer is flushed."""
+    """torch up to 2.13 syncs the index before its buffer is flushed."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     def unsynced(part):
