@@ -34,7 +34,14 @@ if TYPE_CHECKING:
     from .diagnose.probe_skip import probe_skip_leaves_state_untouched
     from .diagnose.readers import read_log
     from .distributed import agree, is_main
-    from .errors import CheckpointError, RankFailed, SafeTrainError, ThermalAbort, TrainingFailed
+    from .errors import (
+        CheckpointDoesNotFit,
+        CheckpointError,
+        RankFailed,
+        SafeTrainError,
+        ThermalAbort,
+        TrainingFailed,
+    )
     from .launcher import launch
     from .memory.blocks import BlockPlan, plan_recompute_for
     from .memory.measure import RecomputeCost, measure_recompute
@@ -83,6 +90,7 @@ _HOME = {
     "BlockPlan": "memory.blocks",
     "CHECKPOINT_SCHEMA": "checkpoint.single",
     "CHECKPOINT_STEP": "checkpoint.manifest",
+    "CheckpointDoesNotFit": "errors",
     "CheckpointError": "errors",
     "Checkpoints": "checkpoint.rolling",
     "Checkup": "train.checkup",

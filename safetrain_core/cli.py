@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from .errors import SafeTrainError
+from .errors import CheckpointDoesNotFit, SafeTrainError
 
 if TYPE_CHECKING:
     from .config import TrainConfig
@@ -30,7 +30,7 @@ class _Parser(argparse.ArgumentParser):
     """One line for a mistake, without the usage of fifty flags."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_MISTAKE, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(EXIT_MISTAKE, f"{self.prog}: {message}; see {self.prog} --help\n" if _speaks() else None)
 
 
 def _parser() -> tuple[_Parser, dict[str, _Parser]]:
@@ -53,7 +53,8 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
         "train",
         help="train a small GPT on text",
         description="Train a small GPT on text, one guarded step after the other. Prints a row per step, writes "
-        "metrics.csv, ends with a summary. Ctrl-C ends the run after the present step; twice, at once.",
+        "metrics.csv, ends with a summary. Ctrl-C ends the run after the present step; twice, at once. Exit status 0 "
+        "done, 1 failed, 2 a mistake and nothing was changed, 75 ended by the thermal guard, 130 or 143 interrupted.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
@@ -164,13 +165,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             os._exit(status)  # past the interpreter's end: gloo's threads now and then abort there (torch 2.13)
         return status
+    except (ValueError, CheckpointDoesNotFit) as error:
+        for line in str(error).splitlines() if _speaks() else ():
+            print(f"safetrain: {line}", file=sys.stderr)
+        return EXIT_MISTAKE
     except SafeTrainError as error:
         print(f"safetrain: {error}", file=sys.stderr)
         return 1
-    except ValueError as error:
-        for line in str(error).splitlines():
-            print(f"safetrain: {line}", file=sys.stderr)
-        return EXIT_MISTAKE
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
@@ -247,6 +248,11 @@ def _refuse_no_checkpoint_between(args: argparse.Namespace, config: TrainConfig)
             f"--verify-resume needs a checkpoint before the run's end (step {steps}); lower "
             f"--checkpoint-every-n-steps, {every} now"
         )
+
+
+def _speaks() -> bool:
+    """Whether this process tells of a mistake: one for each machine, where torchrun has started several."""
+    return not _torchrun() or os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _torchrun() -> bool:

@@ -17,6 +17,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from .errors import type_of
+
 __all__ = ["TrainConfig", "allowed", "load_yaml", "reference_table"]
 
 #: No whole number is larger than what a 64-bit index holds; too large to be told as a range.
@@ -244,7 +246,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         return {}
     odd = data if not isinstance(data, dict) else next((key for key in data if not isinstance(key, str)), None)
     if odd is not None:
-        what = f"the key {odd!r}" if isinstance(data, dict) else f"a {type(data).__name__}"
+        what = f"the key {odd!r}" if isinstance(data, dict) else type_of(data)
         raise ValueError(
             f"config file {path} holds {what}, not a mapping of keys to values; write lines like `batch_size: 16`"
         )

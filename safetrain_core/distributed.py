@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -184,6 +185,8 @@ def process_group(backend: str = "gloo", *, timeout_s: float = 600.0, **place: A
     On a good end the ranks wait for each other, so that none leaves while another still talks to it.
     """
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s), **place)
+    if "nccl" in backend:  # plain values travel by the present device, which is to be another on each rank
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", dist.get_rank())) % torch.cuda.device_count())
     try:
         yield
         dist.barrier()

@@ -8,6 +8,7 @@
         TrainingFailed       bad steps used up the retries
         ThermalAbort         the device is above its critical temperature
         CheckpointError      a checkpoint that cannot be trusted, or does not fit
+          CheckpointDoesNotFit   whole, but of another model, optimizer, schedule or run
         RankFailed           one of several ranks raised, died, or did not end in time
 
 ``torch.utils.checkpoint`` has a ``CheckpointError`` of its own, about recomputation: another thing.
@@ -17,7 +18,25 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["CheckpointError", "RankFailed", "SafeTrainError", "ThermalAbort", "TrainingFailed"]
+__all__ = [
+    "CheckpointDoesNotFit",
+    "CheckpointError",
+    "RankFailed",
+    "SafeTrainError",
+    "ThermalAbort",
+    "TrainingFailed",
+    "type_of",
+]
+
+
+def type_of(value: Any) -> str:
+    """The type of ``value`` with its article, for a message.
+
+    >>> type_of(7), type_of("seven"), type_of([])
+    ('an int', 'a str', 'a list')
+    """
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
 class SafeTrainError(RuntimeError):
@@ -80,6 +99,14 @@ class CheckpointError(SafeTrainError):
 
     >>> str(CheckpointError("world_size mismatch: saved on 4 ranks, loading on 2"))
     'world_size mismatch: saved on 4 ranks, loading on 2'
+    """
+
+
+class CheckpointDoesNotFit(CheckpointError):
+    """A whole checkpoint of something else than what it is to be loaded into: choose another of the two.
+
+    >>> str(CheckpointDoesNotFit("a.pt does not fit the model: weight has shape (1, 2) there and (1, 3) here"))
+    'a.pt does not fit the model: weight has shape (1, 2) there and (1, 3) here'
     """
 
 

@@ -75,7 +75,12 @@ def test_all_is_what_is_visible_and_sorted():
 
 @pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])
 def test_a_module_lists_what_it_defines_in_order(name):
-    module = importlib.import_module(name)
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        if "safetrain_core.adapters" not in name:
+            raise
+        pytest.skip(str(error))  # the library that it adapts to is not installed
     listed = getattr(module, "__all__", [])
     assert list(listed) == in_order(set(listed))
     assert set(listed) <= set(dir(module))

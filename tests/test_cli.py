@@ -15,6 +15,7 @@ import yaml
 
 from safetrain_core.cli import main
 
+PLAN = ["plan", "--layers", "2", "--hidden", "64", "--seq", "3", "--budget-gb", "1"]
 TINY = ["--layers", "1", "--width", "16", "--heads", "2", "--context", "16", "--batch-size", "4"]
 
 
@@ -122,7 +123,76 @@ def test_a_mistake_is_one_line_on_stderr_and_status_2(argv, told, tmp_path, text
     assert status == 2
     assert told in err
     assert len(err.splitlines()) == 1
-    assert not (tmp_path / "o" / "metrics.csv").exists()
+    assert not (tmp_path / "o").exists(), "a folder is left of a run that was refused"
+
+
+def test_a_refused_run_leaves_a_folder_that_was_there_before(tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    assert main(["train", "--out", str(tmp_path / "mine" / "a" / "b"), "--corpus", "missing.txt"]) == 2
+    assert list((tmp_path / "mine").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["train", "--world-size", "two"], "argument --world-size: invalid int value: 'two'"),
+        (["train", "--config", "."], "config file . cannot be read: Is a directory"),
+        (["diagnose"], "the following arguments are required: LOG"),
+        (["diagnose", "nowhere.csv"], "nowhere.csv does not exist; name a log, or a folder with one"),
+        (["diagnose", "EMPTY"], "holds no log"),
+        (["diagnose", "EMPTY", "--jsn"], "unknown argument --jsn; did you mean --json?"),
+        (["verify"], "the following arguments are required: path"),
+        (["verify", "nowhere"], "nowhere does not exist; name a checkpoint or a folder with some"),
+        (["verify", "EMPTY"], "holds no checkpoint"),
+        (["verify", "EMPTY", "--world-size", "0"], "world_size=0 must be at least 1"),
+        (["plan"], "the following arguments are required: --layers, --hidden, --seq, --budget-gb"),
+        ([*PLAN, "--layers", "0"], "layers=0 must be a whole number of at least 1"),
+        ([*PLAN, "--vocab", "-3"], "vocab=-3 must be a whole number of at least 0"),
+        ([*PLAN, "--heads", "5"], "hidden=64 is not a multiple of heads=5"),
+        ([*PLAN, "--budget-gb", "nan"], "--budget-gb nan must be a number above 0"),
+        ([*PLAN, "--dtype", "int8"], "invalid choice: 'int8'"),
+        (["watch", "--device", "banana"], "--device banana names no NVIDIA GPU"),
+        (["watch", "--interval", "0"], "--interval 0 must be above 0"),
+        (["watch", "--gpu-temp-resume-threshold-c", "90"], "resume 90 C < pause 85 C < critical 95 C does not hold"),
+        (["watch", "--replay", "nowhere.csv"], "nowhere.csv"),
+        (["watch", "--nvml-device-index", "-1"], "nvml_device_index=-1 must be at least 0"),
+    ],
+)
+def test_a_mistake_with_any_verb_is_one_line_on_stderr_and_status_2(argv, told, tmp_path, capsys):
+    try:
+        status = main([str(tmp_path) if word == "EMPTY" else word for word in argv])
+    except SystemExit as stop:
+        status = stop.code
+    out, err = capsys.readouterr()
+    assert status == 2
+    assert told in err
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", ["train", "diagnose", "verify", "plan", "watch"])
+def test_the_help_of_each_verb_says_what_it_does_and_tells_of_its_exit_status(verb, capsys):
+    for argv in ([verb, "--help"], ["--help"]):
+        with pytest.raises(SystemExit) as stop:
+            main(argv)
+        assert stop.value.code == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        assert verb in out
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert f"usage: safetrain {verb}" in words
+    assert "xit status" in words
+
+
+@pytest.mark.parametrize("argv", [["train", "--batch-size", "0"], ["verify", "nowhere"], ["plan"]])
+@pytest.mark.parametrize(("local_rank", "lines"), [("0", 1), ("1", 0)])
+def test_of_several_ranks_the_first_of_a_machine_tells_of_a_mistake(argv, local_rank, lines):
+    place = {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}
+    done = run(*argv, env={**os.environ, **place})
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == lines, done.stderr
 
 
 def test_no_verb_and_an_unknown_verb_are_mistakes(capsys):

@@ -169,7 +169,7 @@ def alive(out):
     ("flags", "words"),
     [
         (("--world-size", 0), "--world-size 0 must be at least 1"),
-        (("--world-size", 2, "--async-save"), "async_save=true is for one process"),
+        pytest.param(("--world-size", 2, "--async-save"), "async_save=true is for one process", marks=needs.fsdp2),
         (("--world-size", 2, "--use-galore"), "use_galore=true is for one process"),
         (("--world-size", 2, "--corpus", "no-such-file"), "corpus no-such-file does not exist"),
         (("--world-size", 2, "--device", "cuda:7"), "--device cuda:7 is not available"),
@@ -185,6 +185,14 @@ def test_a_mistake_is_told_in_one_line_with_status_2(tmp_path, flags, words):
     assert words in done.stderr
     assert len(done.stderr.splitlines()) == 1, done.stderr
     assert "STEP" not in done.stdout, "refused after the run, not before it"
+
+
+@needs.fsdp2
+def test_a_resume_that_does_not_fit_is_the_users_mistake_on_ranks_too(launched):
+    done = safetrain("--world-size", 2, "--resume", "--max-steps", 9, "--width", 32, "--out", launched[0])
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "does not fit" in done.stderr
 
 
 @needs.fsdp2

@@ -112,7 +112,7 @@ def test_resuming_into_another_run_is_refused_and_the_folder_is_as_before(tmp_pa
     assert main(argv(out, text, "--steps", "8")) == 0
     before = {path.name: path.read_bytes() for path in out.iterdir() if path.name != ".lock"}
     capsys.readouterr()
-    assert main(argv(out, text, "--steps", "8", "--resume", "auto", *more)) == 1
+    assert main(argv(out, text, "--steps", "8", "--resume", "auto", *more)) == 2
     err = capsys.readouterr().err
     assert told in err
     assert len(err.splitlines()) == 1
@@ -164,7 +164,7 @@ def test_another_corpus_is_another_run_and_other_settings_are_warned_of(tmp_path
     other = tmp_path / "other.txt"
     other.write_text("a lazy dog jumps over the quick brown fox. the " * 60)
     capsys.readouterr()
-    assert main(argv(out, str(other), "--steps", "8", "--resume")) == 1
+    assert main(argv(out, str(other), "--steps", "8", "--resume")) == 2
     err = capsys.readouterr().err
     assert "is of another run" in err or "does not fit" in err
     assert main(argv(out, text, "--steps", "8", "--resume", "--batch-size", "3")) == 0

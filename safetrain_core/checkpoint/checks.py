@@ -6,7 +6,7 @@ import math
 import re
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, type_of
 from .atomic import StrPath
 
 __all__ = ["LARGEST_NUMBER", "checked_fields", "checked_sha256", "count", "listed", "no_key_twice", "seconds", "shown"]
@@ -32,14 +32,14 @@ def shown(value: Any) -> str:
     try:
         text = " ".join(ascii(value).split())
     except (ValueError, RecursionError):  # an integer of many thousand digits; a list nested as deep
-        text = f"a {type(value).__name__}"
+        text = type_of(value)
     return text if len(text) <= 42 else text[:39] + "..."
 
 
 def checked_fields(told: Any, expected: str, names: tuple[str, ...], where: StrPath) -> dict[str, Any]:
     """``told`` as a dict with exactly ``names``, and ``expected`` as its ``schema``."""
     if not isinstance(told, dict):
-        raise CheckpointError(f"{where} holds a {type(told).__name__}, expected an object; it is no manifest")
+        raise CheckpointError(f"{where} holds {type_of(told)}, expected an object; it is no manifest")
     schema = told.get("schema")
     if not isinstance(schema, str) or not schema.startswith("ckpt"):
         raise CheckpointError(f"unknown schema {shown(schema)} in {where}: not a safetrain checkpoint")
@@ -69,7 +69,7 @@ def seconds(value: Any, where: StrPath) -> float:
 def listed(value: Any, name: str, where: StrPath) -> list[Any]:
     """``value`` as a list."""
     if not isinstance(value, list):
-        raise CheckpointError(f"{where}: {name} is a {type(value).__name__}, expected a list; it is damaged")
+        raise CheckpointError(f"{where}: {name} is {type_of(value)}, expected a list; it is damaged")
     return value
 
 

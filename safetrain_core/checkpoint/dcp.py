@@ -12,7 +12,7 @@ unpickler that knows its few classes and nothing else.
       dcp.<nonce>/                  DCP's files: tensors, and the index .metadata
       rank<r>.<nonce>.bin           what rank r alone has (random states, data position); rank 0's has what all share
 
-torch 2.13 syncs ``.metadata`` before its buffer is flushed; so every file is synced here once more, after it is closed.
+torch up to 2.13 syncs ``.metadata`` before its buffer is flushed: every file is synced here once more, once closed.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ import torch
 from torch import Tensor
 
 from ..distributed import everyones, rank, world_size
-from ..errors import CheckpointError
-from .atomic import StrPath, atomic_open, load_while, sum_of, sync_folder, write_summed
+from ..errors import CheckpointDoesNotFit, CheckpointError, type_of
+from .atomic import StrPath, atomic_open, load_while, sync_folder
 from .dcp_files import DCP_SCHEMA, DcpManifest, SummedFile, check_file, on_all, read_index, verify_dcp
 from .folders import sweep
 from .manifest import publish
 from .nested import joined, plain_part, tensors_in
 from .plain import plain
+from .summed import sum_of, write_summed
 
 __all__ = ["DcpReader", "load_dcp", "save_dcp"]
 
@@ -73,7 +74,7 @@ def save_dcp(
     try:
         if not isinstance(state, Mapping):
             raise ValueError(
-                f"state is a {type(state).__name__}, expected a dict of what is to be saved: "
+                f"state is {type_of(state)}, expected a dict of what is to be saved: "
                 '{"model": model.state_dict(), "optimizer": optimizer.state_dict(), ...}'
             )
         tensors, rest = tensors_in(state), plain_part(state)
@@ -192,17 +193,17 @@ class DcpReader:
         return payload
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """``CheckpointError`` where names, shapes or dtypes are not those of ``tensors``; nothing is changed."""
+        """``CheckpointDoesNotFit`` where names, shapes or dtypes are not those of ``tensors``; nothing is changed."""
         for what, names in (
             ("lacks", tensors.keys() - self.shapes.keys()),
             ("also has", self.shapes.keys() - tensors.keys()),
         ):
             if names:
-                raise CheckpointError(f"{self.folder} does not fit: it {what} {min(names)} ({len(names)} in all)")
+                raise CheckpointDoesNotFit(f"{self.folder} does not fit: it {what} {min(names)} ({len(names)} in all)")
         for name, tensor in tensors.items():
             shape, dtype = self.shapes[name]
             if (shape, dtype) != (tensor.shape, tensor.dtype):
-                raise CheckpointError(
+                raise CheckpointDoesNotFit(
                     f"{self.folder} does not fit: {name} is {dtype} of shape {tuple(shape)} there and {tensor.dtype} "
                     f"of shape {tuple(tensor.shape)} here"
                 )

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from ..distributed import everyones, rank, world_size
-from ..errors import CheckpointError
-from .atomic import StrPath, sum_of
+from ..errors import CheckpointDoesNotFit, CheckpointError
+from .atomic import StrPath
 from .checks import checked_fields, checked_sha256, count, listed, seconds
 from .manifest import MANIFEST, PART_FOLDER, SHARD_NAME, read_json
+from .summed import sum_of
 
 __all__ = ["DCP_SCHEMA", "DcpManifest", "SummedFile", "check_file", "on_all", "read_index", "verify_dcp"]
 
@@ -103,17 +104,18 @@ def _files(value: Any, name: str, pattern: re.Pattern[str], where: StrPath) -> t
 
 def on_all(work: Callable[[], Any], folder: Path) -> list[Any]:
     """What ``work`` returns on each rank; where it fails on one, the same CheckpointError on every rank."""
-    value, error = None, None
+    value, error, kind = None, None, CheckpointError
     try:
         value = work()
     except (OSError, CheckpointError) as failure:
         error = str(failure)
-    told = everyones((value, error))
-    for number, (_, failed) in enumerate(told):
+        kind = CheckpointDoesNotFit if isinstance(failure, CheckpointDoesNotFit) else CheckpointError
+    told = everyones((value, error, kind))
+    for number, (_, failed, as_what) in enumerate(told):
         if failed is not None:
             on = f" (on rank {number})" if len(told) > 1 else ""
-            raise CheckpointError(failed + on)
-    return [value for value, _ in told]
+            raise as_what(failed + on)
+    return [value for value, *_ in told]
 
 
 def verify_dcp(src_dir: StrPath) -> DcpManifest:

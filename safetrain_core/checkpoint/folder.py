@@ -11,8 +11,8 @@ from torch import nn
 
 from ..distributed import world_size
 from .dcp import DcpReader
+from .model_state import model_state
 from .nested import joined, tensors_in
-from .single import model_state
 
 __all__ = ["FolderSource", "shard_payload"]
 

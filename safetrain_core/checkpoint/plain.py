@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..errors import type_of
+
 __all__ = ["plain"]
 
 #: What ``weights_only=True`` reads back by itself.
@@ -33,7 +35,7 @@ def plain(
     >>> plain({"args": object()})
     Traceback (most recent call last):
     ...
-    ValueError: payload['args'] is a object, which weights_only=True cannot read back; save plain types and tensors
+    ValueError: payload['args'] is an object, which weights_only=True cannot read back; save plain types and tensors
     """
     kind = type(value)
     if kind is str:
@@ -55,5 +57,5 @@ def plain(
     if kind in (list, tuple):
         return kind(plain(v, f"{where}[{i}]", tensor=tensor) for i, v in enumerate(value))
     raise ValueError(
-        f"{where} is a {kind.__name__}, which weights_only=True cannot read back; save plain types and tensors"
+        f"{where} is {type_of(value)}, which weights_only=True cannot read back; save plain types and tensors"
     )

@@ -22,13 +22,14 @@ from torch import Tensor
 from ..distributed import everyones, mains
 from ..distributed import rank as this_rank
 from ..distributed import world_size as this_world_size
-from ..errors import CheckpointError
-from .atomic import StrPath, atomic_open, write_summed
+from ..errors import CheckpointError, type_of
+from .atomic import StrPath, atomic_open
 from .checks import LARGEST_NUMBER
 from .folders import sweep
 from .manifest import MANIFEST, SHARD_SCHEMA, Shard, ShardManifest, publish, read_json
 from .plain import plain
 from .sharded_read import FLAT, beside_one_another, numel_of
+from .summed import write_summed
 
 __all__ = ["save_shard", "save_sharded"]
 
@@ -148,7 +149,7 @@ def _in_order(per_rank_state: PerRank) -> list[Mapping[str, Any]]:
 
 def _payload(state: Mapping[str, Any], rank: int, step: int) -> dict[str, Any]:
     if not isinstance(state, Mapping):
-        raise ValueError(f"the state of rank {rank} is a {type(state).__name__}, expected a dict")
+        raise ValueError(f"the state of rank {rank} is {type_of(state)}, expected a dict")
     if type(step) is not int or not 0 <= step <= LARGEST_NUMBER:
         raise ValueError(f"step={step!r} must be an integer from 0 to {LARGEST_NUMBER}")
     flat = state.get(FLAT)

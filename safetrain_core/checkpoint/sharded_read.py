@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import CheckpointError
-from .atomic import StrPath, load_while, sum_of
+from .atomic import StrPath, load_while
 from .checks import shown
 from .manifest import MANIFEST, SHARD_SCHEMA, Shard, ShardManifest, read_json
+from .summed import sum_of
 
 __all__ = ["FLAT", "load_shard", "load_sharded", "read_manifest", "verify_sharded"]
 

@@ -17,6 +17,8 @@ from torch import nn
 from ..errors import CheckpointError
 from ..records import TrainState
 from .atomic import StrPath, atomic_save, load_while, verify
+from .fit import check_fit
+from .model_state import genuine, model_state, unwrapped
 from .rng import capture_rng_state, restore_rng_state
 
 __all__ = ["CHECKPOINT_SCHEMA", "load_checkpoint", "read_checkpoint", "run_payload", "save_checkpoint"]
@@ -25,41 +27,6 @@ log = logging.getLogger(__name__)
 
 #: The schema of what this version writes.
 CHECKPOINT_SCHEMA = "ckpt.v1"
-
-#: Wrapping by torch.compile stands in names as this; no module is really called so.
-COMPILED = "_orig_mod"
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model itself, out of DistributedDataParallel, DataParallel and torch.compile, however nested.
-
-    >>> inner = nn.Linear(1, 1)
-    >>> unwrapped(nn.DataParallel(inner)) is inner
-    True
-    """
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-            model = model.module
-        elif isinstance(getattr(model, COMPILED, None), nn.Module):
-            model = getattr(model, COMPILED)
-        else:
-            return model
-
-
-def _genuine(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part != COMPILED)
-
-
-def model_state(model: nn.Module) -> dict[str, Any]:
-    """The state_dict of the unwrapped model, under genuine names: also where a submodule was compiled.
-
-    >>> list(model_state(nn.DataParallel(nn.Linear(1, 1, bias=False))))
-    ['weight']
-    """
-    state = unwrapped(model).state_dict()
-    if not any(COMPILED in name for name in state):
-        return state
-    return {_genuine(name): value for name, value in state.items()}
 
 
 def run_payload(
@@ -179,7 +146,8 @@ def load_checkpoint(
         path: a file of ``save_checkpoint``. model, optimizer, scheduler, scaler, loader: as they were when saved.
 
     Raises:
-        CheckpointError: the file cannot be trusted, or does not fit; model, optimizer and random states are as before.
+        CheckpointError: the file cannot be trusted, or does not fit (``CheckpointDoesNotFit``); model, optimizer and
+            random states are as before.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -187,7 +155,7 @@ def load_checkpoint(
     ...     load_checkpoint(folder + "/a.pt", nn.Linear(3, 1), None, None)
     Traceback (most recent call last):
     ...
-    safetrain_core.errors.CheckpointError: ...a.pt does not fit the model: weight has shape (1, 2) there and (1, 3) here
+    safetrain_core.errors.CheckpointDoesNotFit: ...: weight has shape (1, 2) there and (1, 3) here
     """
     payload = read_checkpoint(path)
     check_fit(payload, path, model, optimizer, scheduler)
@@ -206,7 +174,7 @@ def load_payload(
 ) -> None:
     """Load a payload that ``check_fit`` has passed."""
     inner = unwrapped(model)
-    names = {_genuine(name): name for name in inner.state_dict()}
+    names = {genuine(name): name for name in inner.state_dict()}
     compiled = any(genuine != name for genuine, name in names.items())
     saved = payload["model"]  # as it is where it can be: it carries the versions of its modules
     inner.load_state_dict({names[genuine]: value for genuine, value in saved.items()} if compiled else saved)
@@ -226,73 +194,3 @@ def _load_scaler(saved: dict[str, Any] | None, scaler: Any) -> None:
         log.warning("the checkpoint was saved without loss scaling; the scaler keeps its factor")
     elif saved:
         log.warning("loss scaling is off here; the saved factor %s is dropped", saved.get("scale"))
-
-
-def check_fit(
-    payload: dict[str, Any], path: StrPath, model: nn.Module, optimizer: torch.optim.Optimizer | None, scheduler: Any
-) -> None:
-    """``CheckpointError`` where the payload does not fit these objects; nothing is changed."""
-    missing = {"model", "optimizer", "scheduler", "scaler", "state", "rng", "classes"} - payload.keys()
-    if missing:
-        raise CheckpointError(f"{path} lacks {', '.join(sorted(missing))}; it is not a checkpoint of this version")
-    _check_model(payload["model"], path, model)
-    for name, part in (("optimizer", optimizer), ("scheduler", scheduler)):
-        saved, here = payload["classes"].get(name), type(part).__name__
-        if part is not None and payload[name] is None:
-            raise CheckpointError(f"{path} holds no {name}, and a {here} is to be loaded")
-        if part is not None and saved is not None and saved != here:
-            raise CheckpointError(f"{path} holds the {name} {saved}, and a {here} is to be loaded; use {saved}")
-    if optimizer is not None:
-        _check_optimizer(payload["optimizer"], path, optimizer)
-    saved_rules = (payload["scheduler"] or {}).get("lr_lambdas")
-    if scheduler is not None and saved_rules is not None and saved_rules != scheduler.state_dict().get("lr_lambdas"):
-        raise CheckpointError(
-            f"{path} was made with another schedule: {_in_words(saved_rules[0])}, here "
-            f"{_in_words(scheduler.state_dict()['lr_lambdas'][0])}; keep it, by scheduler_type, "
-            "scheduler_total_steps and scheduler_warmup_ratio, also where max_steps is raised"
-        )
-
-
-def _in_words(rule: Any) -> str:
-    if not isinstance(rule, dict):
-        return str(rule)
-    return ", ".join(f"{name} {value}" for name, value in rule.items() if value is not None)
-
-
-def _check_model(saved: dict[str, Any], path: StrPath, model: nn.Module) -> None:
-    here = model_state(model)
-    for what, names in (
-        ("lacks", here.keys() - saved.keys()),
-        ("has, and the model lacks,", saved.keys() - here.keys()),
-    ):
-        if names:
-            raise CheckpointError(f"{path} does not fit the model: it {what} {sorted(names)[0]} ({len(names)} in all)")
-    for name, value in here.items():
-        a, b = getattr(saved[name], "shape", None), getattr(value, "shape", None)
-        if a != b:
-            raise CheckpointError(
-                f"{path} does not fit the model: {name} has shape {tuple(a or ())} there and {tuple(b or ())} here"
-            )
-
-
-def _check_optimizer(saved: dict[str, Any], path: StrPath, optimizer: torch.optim.Optimizer) -> None:
-    there = [len(group["params"]) for group in saved["param_groups"]]
-    here = [len(group["params"]) for group in optimizer.param_groups]
-    if there != here:
-        raise CheckpointError(f"{path} does not fit the optimizer: its groups hold {there} weights, here {here}")
-    refuse_state = getattr(optimizer, "refuse_state", None)  # GaLore's own look, for example
-    if refuse_state is not None:
-        try:
-            refuse_state(saved)
-        except ValueError as error:
-            raise CheckpointError(f"{path} does not fit the optimizer: {error}") from error
-    weights = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = [n for group in saved["param_groups"] for n in group["params"]]
-    for number, weight in zip(numbers, weights, strict=True):
-        for key in ("exp_avg", "momentum_buffer"):
-            moment = saved["state"].get(number, {}).get(key)
-            if moment is not None and moment.shape != weight.shape:
-                raise CheckpointError(
-                    f"{path} does not fit the optimizer: {key} has shape {tuple(moment.shape)} there, its weight "
-                    f"{tuple(weight.shape)} here"
-                )

@@ -26,6 +26,8 @@ _NAMES = {
     "scale": "scaler_scale loss_scale scale scaling_factor grad_scale amp_scale train_loss_scale scaler "
     "grad_scaler_scale train_scale loss_scaling",
     "skipped": "skipped skip overflow is_skipped step_skipped skipped_step found_inf optimizer_step_was_skipped",
+    "batch_size": "effective_batch_size global_batch_size total_batch_size total_train_batch_size train_batch_size "
+    "batch_size",
     "temperature": "gpu_temperature_c gpu_temp gpu_temperature temperature temp_c gpu_temp_c gpu_0_temp "
     "system_gpu_0_temp",
 }

@@ -116,7 +116,8 @@ def run_diagnose(args: argparse.Namespace) -> tuple[str, int]:
 
             save_plot(log, told[str(path)], args.plot, baseline)
     status = int(any(finding.severity == "error" for found in told.values() for finding in found))
-    return (_as_json(told) if args.json else _as_text(told)), status
+    text = _as_json(told) if args.json else _as_text(told)
+    return (f"{text}\n\npicture: {args.plot}" if args.plot is not None and not args.json else text), status
 
 
 def _as_json(told: Mapping[str, Sequence[Finding]]) -> str:

@@ -10,9 +10,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..errors import type_of
 from .columns import assign
 from .crash_texts import CrashTextError, crash_findings
 from .log import Log
+from .search import DEEP, files_in
 from .table import Cells, read_csv
 
 __all__ = ["find_log", "read_frame", "read_json", "read_log", "read_rows"]
@@ -48,17 +50,18 @@ def read_log(source: Any, columns: Mapping[str, str] | None = None) -> Log:
         return read_frame(source, columns)
     if isinstance(source, Iterable):
         return read_rows(source, columns)
-    raise ValueError(f"a {type(source).__name__} is no log; give a path, a frame, or a list of dicts")
+    raise ValueError(f"{type_of(source)} is no log; give a path, a frame, or a list of dicts")
 
 
 def find_log(folder: Path) -> Path:
-    """The log in ``folder`` or below it; for Hugging Face that of the newest checkpoint.
+    """The log in ``folder`` or a few levels below it; for Hugging Face that of the newest checkpoint.
 
     Raises:
         ValueError: there is none, or several that are as likely.
     """
+    files = list(files_in(folder))
     for pattern in KNOWN_FILES:
-        found = sorted(folder.rglob(pattern), key=lambda p: (len(p.parts), _numbers(p)))
+        found = sorted((p for p in files if p.match(pattern)), key=lambda p: (len(p.parts), _numbers(p)))
         if not found:
             continue
         if pattern == "trainer_state.json":
@@ -70,7 +73,9 @@ def find_log(folder: Path) -> Path:
             names = ", ".join(str(path.relative_to(folder)) for path in level[:4])
             raise ValueError(f"{folder} holds several logs ({names}); name one of them")
         return found[0]
-    raise ValueError(f"{folder} holds no log ({', '.join(KNOWN_FILES)}); name a file")
+    raise ValueError(
+        f"{folder} holds no log ({', '.join(KNOWN_FILES)}), nor do the folders in it, {DEEP} levels deep; name a file"
+    )
 
 
 def _numbers(path: Path) -> list[int]:
@@ -147,7 +152,7 @@ def _rows_to_cells(rows: Iterable[Any], columns: Mapping[str, str] | None, sourc
         if dataclasses.is_dataclass(row) and not isinstance(row, type):
             row = {item.name: getattr(row, item.name) for item in dataclasses.fields(row)}
         if not isinstance(row, Mapping):
-            raise ValueError(f"row {number} of {source} is a {type(row).__name__}, not a dict of columns")
+            raise ValueError(f"row {number} of {source} is {type_of(row)}, not a dict of columns")
         flat.append(_flat(row) if any(isinstance(value, Mapping) for value in row.values()) else row)
     found = assign(dict.fromkeys(str(name) for row in flat for name in row), columns)
     cells = Cells(found)

@@ -80,8 +80,8 @@ def leaves_baseline(log: Log, baseline: Log) -> list[Finding]:
         Evidence(int(place[0]), {role: place[1], "baseline": place[2]})
         for role, place in sorted(first.items(), key=lambda item: (item[1][0], COMPARED.index(item[0])))
     )
-    cause = _CAUSES[leading]
-    if leading in ("loss", "norm") and step > log.steps[0]:
+    cause = _other_batch_size(log, baseline, step) or _CAUSES[leading]
+    if cause == _CAUSES[leading] and leading in ("loss", "norm") and step > log.steps[0]:
         cause += "; or, if this is the second step after the resume, the optimizer's moments were left out"
     return [
         Finding(
@@ -95,6 +95,21 @@ def leaves_baseline(log: Log, baseline: Log) -> list[Finding]:
             LESSON,
         )
     ]
+
+
+def _other_batch_size(log: Log, baseline: Log, until: float) -> str | None:
+    """The cause, where both logs tell how many samples are behind an update, and they differ by then."""
+    if not (log.has("batch_size") and baseline.has("batch_size")):
+        return None
+    steps, ours, theirs = _common(log.series["batch_size"], baseline.series["batch_size"])
+    other = np.flatnonzero((steps <= until) & (ours != theirs))
+    if not len(other):
+        return None
+    at = other[0]
+    return (
+        f"another batch size: {ours[at]:g} samples behind an update at step {steps[at]:g}, {theirs[at]:g} in the "
+        "baseline; with another number of ranks, change the micro-batch or the accumulation so that they agree"
+    )
 
 
 def _common(one: Series, other: Series) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

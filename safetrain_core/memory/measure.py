@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
+from ..errors import type_of
 from .count import Counter
 from .layer import Offload
 from .recompute import Policy, recomputed, wrappers_of
@@ -131,7 +132,7 @@ def step_of(
     Gradients, buffers, training flags and random states are as before.
     """
     if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise ValueError(f"batch must be a tuple (inputs, targets), not a {type(batch).__name__}")
+        raise ValueError(f"batch must be a tuple (inputs, targets), not {type_of(batch)}")
     inputs, targets = batch
     loss_of = loss_fn or _default_loss
     gradients = {p: p.grad for p in model.parameters()}

@@ -95,8 +95,7 @@ def plan_recompute(
     sizes = {"layers": layers, "hidden": hidden, "seq": seq, "batch": batch, "heads": heads}
     for name, value in {**sizes, "budget_bytes": budget_bytes}.items():
         checked_count(name, value)
-    if vocab != 0:
-        checked_count("vocab", vocab)
+    checked_count("vocab", vocab, least=0)
     if hidden % heads:
         raise ValueError(f"hidden={hidden} is not a multiple of heads={heads}; change one")
     dtype = str(dtype).removeprefix("torch.")

@@ -23,16 +23,16 @@ VALUES_PER_LAYER = 12
 POLICIES = ("none", "full", "every_k", "sqrt", "selective", "selective_ops", "offload")
 
 
-def checked_count(name: str, value: int) -> int:
-    """``value``, or ``ValueError`` where it is no whole number of at least 1.
+def checked_count(name: str, value: int, least: int = 1) -> int:
+    """``value``, or ``ValueError`` where it is no whole number of at least ``least``.
 
     >>> checked_count("k", 0)
     Traceback (most recent call last):
     ...
     ValueError: k=0 must be a whole number of at least 1
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least 1")
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
     return value
 
 

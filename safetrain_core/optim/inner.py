@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import SafeTrainError
+from ..errors import SafeTrainError, type_of
 from .projection import METHODS, MOMENTS
 
 __all__ = [
@@ -164,7 +164,7 @@ def made(factory: Factory, groups: list[dict[str, Any]]) -> torch.optim.Optimize
         )
     inner = factory(groups)
     if not isinstance(inner, torch.optim.Optimizer):
-        raise ValueError(f"optimizer_factory returned a {type(inner).__name__}, expected a torch.optim.Optimizer")
+        raise ValueError(f"optimizer_factory returned {type_of(inner)}, expected a torch.optim.Optimizer")
     if isinstance(inner, torch.optim.LBFGS):
         raise ValueError(
             "GaLore cannot wrap LBFGS: it evaluates its closure many times per step; use another optimizer"

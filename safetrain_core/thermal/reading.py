@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..errors import type_of
 from ..records import GPU_COLUMNS
 
 __all__ = ["GpuReading", "Source", "as_reading", "callable_source", "is_temperature"]
@@ -101,6 +102,6 @@ def callable_source(source: Any) -> Source:
     found = getattr(source, "read", source)
     if not callable(found):
         raise ValueError(
-            f"a source of temperatures is called, or has a method read(); a {type(source).__name__} cannot be asked"
+            f"a source of temperatures is called, or has a method read(); {type_of(source)} cannot be asked"
         )
     return found

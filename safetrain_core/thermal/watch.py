@@ -18,6 +18,7 @@ from .nvml import GpuMonitor
 from .reading import GpuReading
 from .states import ThermalState, Thresholds
 from .trace import SECONDS, RecordedTrace
+from .visible import parsed_device
 
 __all__ = ["add_arguments", "watch"]
 
@@ -70,6 +71,8 @@ def watch(args: argparse.Namespace) -> int:
         trace = RecordedTrace(args.replay)
         with _table(args.csv) as write:
             return _show(((row.seconds, row.reading) for row in trace.rows), limits, None, write)
+    if args.nvml_device_index is None and parsed_device(args.device) is None:
+        raise ValueError(f"--device {args.device} names no NVIDIA GPU; name one as cuda:1, 1 or by its UUID, GPU-...")
     with GpuMonitor(args.device, nvml_device_index=args.nvml_device_index) as monitor, _table(args.csv) as write:
         told = [f"slows itself down at {monitor.slowdown_c:g} C"] if monitor.slowdown_c is not None else []
         told += [f"switches itself off at {monitor.shutdown_c:g} C"] if monitor.shutdown_c is not None else []

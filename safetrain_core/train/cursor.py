@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.rng import capture_rng_state, restore_rng_state
-from ..errors import CheckpointError
+from ..errors import CheckpointError, type_of
 from ..records import TrainState
 from ..step.accumulate import windows
 
@@ -153,7 +153,7 @@ def batch_to(device: torch.device, batch: Any) -> tuple[Any, Any]:
     """
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         size = f" of {len(batch)}" if isinstance(batch, Sized) else ""
-        raise ValueError(f"a batch is a {type(batch).__name__}{size}, expected a pair (inputs, targets)")
+        raise ValueError(f"a batch is {type_of(batch)}{size}, expected a pair (inputs, targets)")
     ahead = device.type != "cpu"  # a copy to the CPU that nobody waits for is read before it is there
     inputs, targets = (x.to(device, non_blocking=ahead) if isinstance(x, Tensor) else x for x in batch)
     return inputs, targets

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.atomic import atomic_write_text
+from ..checkpoint.fit import check_fit
 from ..checkpoint.folder import FolderSource, shard_payload
 from ..checkpoint.plain import plain
 from ..checkpoint.rolling import Checkpoints, step_in
 from ..checkpoint.rolling_folders import FolderCheckpoints
-from ..checkpoint.single import check_fit, load_payload, read_checkpoint, run_payload
+from ..checkpoint.single import load_payload, read_checkpoint, run_payload
 from ..config import TrainConfig
 from ..distributed import SAVE, is_main, mains, world_size
-from ..errors import CheckpointError
+from ..errors import CheckpointDoesNotFit, CheckpointError
 from ..records import TrainState
 from ..step.amp import AmpTrainState
 from .cursor import Cursor
@@ -194,7 +195,7 @@ class Keeper:
         was = (payload.get("trainer") or {}).get("identity")
         for name, value in self.identity.items():
             if was is not None and was.get(name) != value:
-                raise CheckpointError(f"{path} is of another run: its {name} is {was.get(name)}, here {value}")
+                raise CheckpointDoesNotFit(f"{path} is of another run: its {name} is {was.get(name)}, here {value}")
         if source is not None:
             source.fill()
         elif self.in_folders:

@@ -38,7 +38,7 @@ def run_everywhere(job: Job, ranks: int, *, under_torchrun: bool = False) -> int
     try:
         return _run(job, launched)
     except RankFailed as fall:
-        if fall.kind == "ValueError":
+        if fall.kind in ("ValueError", "CheckpointDoesNotFit"):
             raise ValueError(fall.text) from fall
         if fall.kind == "KeyboardInterrupt":
             raise KeyboardInterrupt from fall

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,9 @@ from ..diagnose.running import RunningDoctor
 from ..distributed import PAUSE, agree, rank, world_size
 from ..errors import TrainingFailed
 from ..records import BASE_COLUMNS, GRADIENT_COLUMNS, StepLog
-from ..step.deferred import DeferredSteps, can_defer
 from ..step.window import LossFn
-from .cursor import Cursor, samples_in
+from .attempts import Attempts
+from .cursor import Cursor
 from .keeper import Keeper
 from .result import FitResult
 from .retries import Retries
@@ -25,7 +24,7 @@ from .safe_state import SafeState
 from .setup import amp_from_config, seed_everything
 from .signals import StopSignals
 from .sinks import RowLog, Sink, open_rows
-from .telemetry import Attempt, block_columns, blocks_of, gradient_cells, row_cells
+from .telemetry import block_columns, blocks_of, row_cells
 from .thermal_setup import thermal_from_config
 from .validation import validate
 
@@ -115,11 +114,9 @@ class SafeTrainer:
         self._blocks = blocks_of(model, blocks) if config.enable_block_grad_norms else {}
 
         self._look_every = config.nan_check_interval
-        defers = self._look_every > 1 and world_size() == 1 and can_defer(self.amp.optimizer)
-        self._deferred = DeferredSteps(self.amp) if defers else None
+        self._attempts = Attempts(self.amp, config, self._blocks)
         needs_safe = self._look_every > 1 or config.loss_jump_factor is not None
         self._safe = SafeState(self.amp) if needs_safe else None
-        self._waiting: list[Attempt] = []
         self._begun: tuple[int, int] | None = None
         self._attempting = False
         self._stop = StopSignals()
@@ -186,8 +183,7 @@ class SafeTrainer:
             keeper.save_if_due(self._measure())
         while not self._ended() and self._cool(csv) and self._one_pass(csv):
             pass
-        if self._deferred is not None:
-            self._take_in(self._deferred.look(), csv)
+        self._take_in(self._attempts.look(), csv)
         if self.val_loader is not None and self._stop.received is None and self._validated_at != self.state.updates:
             val_loss = self._measure()
             if val_loss is None:  # cut short: by a signal, or by the thermal guard, which says so
@@ -201,7 +197,7 @@ class SafeTrainer:
 
         Not where attempts wait for their verdict, nor out of the middle of one: its forward has drawn random numbers.
         """
-        if self._keeper is None or self._waiting or self._attempting:
+        if self._keeper is None or self._attempts.waiting or self._attempting:
             return
         if self._begun is not None:  # a window that was begun and did not end is still to come
             self.state.epoch, self.state.batch_in_epoch = self._begun
@@ -216,7 +212,7 @@ class SafeTrainer:
                 continue
             self._begun = start
             for hook in self._hooks:
-                hook(self._next_step, self.model)
+                hook(self._attempts.next_step, self.model)
             self._attempting = True
             rows = self._attempt(window, start)
             self._begun, self._attempting = None, False
@@ -231,9 +227,9 @@ class SafeTrainer:
         thermal = self._thermal
         if thermal is None:
             return True
-        if self._deferred is not None and thermal.critical:
-            self._take_in(self._deferred.look(), csv)
-        if self._waiting or not self._asked & PAUSE:
+        if thermal.critical:
+            self._take_in(self._attempts.look(), csv)
+        if self._attempts.waiting or not self._asked & PAUSE:
             return True
         self._asked = PAUSE if world_size() == 1 else 0  # several ranks look where one of them has asked for it
         cool = thermal.before_window(csv, self._save_what_stands, self._interrupted)
@@ -251,15 +247,9 @@ class SafeTrainer:
 
     def _ended(self) -> bool:
         # With an interval a signal waits for the look: a look ahead of time would not be the same run when resumed.
-        stopped = self._stop.received is not None and not self._waiting
-        return stopped or self._reached(self.state.updates)
-
-    def _reached(self, updates: int) -> bool:
-        return self.config.max_steps is not None and updates >= self.config.max_steps
-
-    @property
-    def _next_step(self) -> int:
-        return self.state.step + len(self._waiting) + 1
+        stopped = self._stop.received is not None and not self._attempts.waiting
+        steps = self.config.max_steps
+        return stopped or (steps is not None and self.state.updates >= steps)
 
     def _open_log(self, stack: contextlib.ExitStack) -> RowLog | None:
         heat = self._thermal.columns if self._thermal is not None else []
@@ -267,26 +257,13 @@ class SafeTrainer:
         after = self.state.step if self._continues else None
         return stack.enter_context(open_rows(self.config, columns, self._sinks, resume_after=after))
 
-    def _attempt(self, window: list[tuple[Any, Any]], begin: tuple[int, int]) -> list[StepLog]:
-        """Attempt one step; the rows that are known now: its own, none yet, or all since the last look."""
-        start, step = time.perf_counter(), self._next_step
-        rows: list[StepLog] = []
-        cells = self._thermal.cells(step) if self._thermal is not None else {}
-        if self._deferred is not None:
-            self._deferred.attempt(window)
-            pending = len(self._deferred)
-            if pending == self._look_every or self._reached(self.state.updates + pending):
-                rows = self._deferred.look()
-        else:
-            light = step % self.config.gradient_log_interval == 0
-            heavy = bool(self._blocks) and step % self.config.telemetry_log_interval == 0
-            examine = self._look_every > 1 and step % self._look_every == 0
-            rows = [self.amp.step_window(window, detail=light or heavy, examine=examine, requests=self._requests())]
+    def _attempt(self, window: list[tuple[Any, Any]], start: tuple[int, int]) -> list[StepLog]:
+        """Attempt one step, and do what any rank asked for at it; the rows that are known now."""
+        cells = self._thermal.cells(self._attempts.next_step) if self._thermal is not None else {}
+        rows = self._attempts.make(window, start, cells, self._requests)
+        if not self._attempts.defers:
             self._stop.obey(self.amp.requests)
             self._asked |= self.amp.requests
-            cells |= gradient_cells(self.amp.detail, self._blocks if heavy else {}, statistics=light)
-        samples = world_size() * sum(samples_in(targets) for _, targets in window)
-        self._waiting.append(Attempt(begin, samples, time.perf_counter() - start, cells))
         return rows
 
     def _take_in(self, rows: list[StepLog], csv: RowLog | None) -> bool:
@@ -302,7 +279,7 @@ class SafeTrainer:
         poisoned = rows[-1].skip_reason == "non_finite_state"
         val_loss = None if back else self._validate_if_due(before)
         failure = None
-        attempts, self._waiting = self._waiting, []
+        attempts = self._attempts.taken()
         self.result.skips, self.result.rows = self.amp.skip_count, self.amp.log
         for row, attempt in zip(rows, attempts, strict=True):
             last = row is rows[-1]
@@ -338,7 +315,7 @@ class SafeTrainer:
         if back:
             self._safe.restore()
         elif self._look_every > 1:
-            if self.state.step % self._look_every == 0 or self._deferred is not None:
+            if self.state.step % self._look_every == 0 or self._attempts.defers:
                 self._safe.capture()
         elif _crossed(self.config.loss_jump_window, updates_before, self.state.updates):
             self._safe.capture()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ..checkpoint.inspection import Inspected
     from .checkup import Checkup
 
 __all__ = ["add_verify_parser", "run_verify"]
@@ -41,14 +42,16 @@ def run_verify(args: argparse.Namespace) -> tuple[str, int]:
 
 def report(told: Checkup) -> str:
     """A line per checkpoint; the findings; what a resume would take, and what it would do again; the room left."""
-    lines = [f"{'whole ' if one.whole else 'BROKEN'} {one.path}: {one.about}" for one in told.checkpoints]
+    lines = [f"whole  {one.path}: {one.about}" if one.whole else _broken(one) for one in told.checkpoints]
     lines += [
         f"cut    {folder}: a save that was never finished; it is no checkpoint, and nothing else is lost"
         for folder in told.cut
     ]
-    shown = [finding for finding in told.findings if finding.rule != "cut_save"]  # its line says it all
+    single = [one.path for one in told.checkpoints] == [told.path]
+    said = ("cut_save", "nothing_to_resume") if single else ("cut_save",)  # the lines above say it all
+    shown = [finding for finding in told.findings if finding.rule not in said]
     lines += [line for finding in shown for line in ("", str(finding))] + ([""] if shown else [])
-    if [one.path for one in told.checkpoints] == [told.path]:
+    if single:
         return "\n".join(lines).rstrip()
     lines.append(f"latest {told.latest.path.name if told.latest is not None else '-'}: " + _resume(told))
     room = (
@@ -58,6 +61,12 @@ def report(told: Checkup) -> str:
     )
     lines.append(f"disk   {told.size_bytes:,} bytes here, {told.free_bytes:,} free: {room}")
     return "\n".join(lines)
+
+
+def _broken(one: Inspected) -> str:
+    """A line that names the faults; its findings tell the rest."""
+    kinds = dict.fromkeys(fault.kind.replace("_", " ") for fault in one.faults)
+    return f"BROKEN {one.path}: {', '.join(kinds)}"
 
 
 def _resume(told: Checkup) -> str:

@@ -19,22 +19,19 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ..checkpoint.atomic import atomic_save, atomic_write_text
-from ..checkpoint.single import model_state
+from ..checkpoint.model_state import model_state
 from ..config import TrainConfig
 from ..corpus import Corpus
-from ..distributed import is_main, mains, rank, world_size
+from ..distributed import everyones, is_main, rank, world_size
 from ..errors import ThermalAbort, TrainingFailed
 from ..minigpt import MiniGPT, MiniGPTConfig, next_token_loss
 from .console import plain_warnings, row_printer, say
-from .lock import folder_lock
 from .ranks import RankFacts, rank_facts, state_digest
 from .result import FitResult
+from .run_folder import claimed, remove_old_run
 from .trainer import SafeTrainer
 
-__all__ = ["RUN_FILES", "Job", "Report", "sharded", "train"]
-
-#: What a run leaves in its folder. A folder that has one of these holds a run.
-RUN_FILES = ("config.yaml", "metrics.csv", "final.pt", "best.json", "bad_windows.jsonl")
+__all__ = ["Job", "Report", "sharded", "train"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,20 +107,26 @@ def train(job: Job) -> Report:
     # Idle OpenMP threads sleep instead of spinning: on a busy machine a run of 5 s took 100 s otherwise.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with _warnings_of_one_rank(), contextlib.ExitStack() as stack:
-        _on_main(lambda: _claim(job, stack))
+        claim = claimed(job.out, may_hold_a_run=job.overwrite or job.resume is not None)
+        _on_main(lambda: stack.enter_context(claim))
         return _run(job)
+
+
+def _on_each(work: Callable[[], Any]) -> Any:
+    """What ``work`` returns on this rank; what one rank refuses is refused on every rank, in the same words."""
+    value, error = None, None
+    try:
+        value = work()
+    except ValueError as refused:
+        error = str(refused)
+    if (told := next((one for one in everyones(error) if one is not None), None)) is not None:
+        raise ValueError(told)
+    return value
 
 
 def _on_main(work: Callable[[], Any]) -> None:
     """Do ``work`` on rank 0; what it refuses is refused on every rank."""
-    error = None
-    if is_main():
-        try:
-            work()
-        except ValueError as refused:
-            error = str(refused)
-    if (error := mains(error)) is not None:
-        raise ValueError(error)
+    _on_each(lambda: work() if is_main() else None)
 
 
 @contextlib.contextmanager
@@ -136,28 +139,6 @@ def _warnings_of_one_rank() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-
-
-def _claim(job: Job, stack: contextlib.ExitStack) -> None:
-    """Make the folder and lock it, or refuse: it holds a run already, is in use, or cannot be written."""
-    out = job.out
-    try:
-        held = [path.name for pattern in (*RUN_FILES, "step_*") for path in out.glob(pattern)]
-    except OSError as error:
-        raise ValueError(f"--out {out} cannot be used: {error.strerror}; name another folder") from error
-    if held and not job.overwrite and job.resume is None:
-        raise ValueError(
-            f"--out {out} holds a run already ({held[0]}); add --resume to continue it, --overwrite to replace it, "
-            "or name another"
-        )
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        probe = out / f".safetrain-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise ValueError(f"--out {out} cannot be written: {error.strerror}; name another folder") from error
-    stack.enter_context(folder_lock(out, f"--out {out} is in use by another run; name another folder, or wait for it"))
 
 
 def _device(name: str) -> torch.device:
@@ -182,17 +163,22 @@ def _loader(data: Dataset[Any], config: TrainConfig, *, shuffle: bool) -> DataLo
     return DataLoader(data, config.batch_size, sampler=sampler)
 
 
-def _run(job: Job) -> Report:
-    config, out, main = job.config, job.out, is_main()
+def _parts(job: Job) -> tuple[torch.device, Corpus, MiniGPT]:
+    """The device, the data, and the model on it; ``ValueError`` where one cannot be had."""
     device = _device(job.device)
     corpus = Corpus.from_files(job.corpus, job.size.context)
-    torch.manual_seed(config.seed if job.init_seed is None else job.init_seed)
+    torch.manual_seed(job.config.seed if job.init_seed is None else job.init_seed)
     try:
-        model = MiniGPT(dataclasses.replace(job.size, vocab_size=len(corpus.vocab))).to(device)
+        return device, corpus, MiniGPT(dataclasses.replace(job.size, vocab_size=len(corpus.vocab))).to(device)
     except RuntimeError as error:
         raise ValueError(
             f"a model of {job.size.layers} x {job.size.width} does not fit: {str(error).splitlines()[0]}"
         ) from error
+
+
+def _run(job: Job) -> Report:
+    config, out, main = job.config, job.out, is_main()
+    device, corpus, model = _on_each(lambda: _parts(job))
     weights = sum(p.numel() for p in model.parameters())
     if world_size() > 1:
         sharded(model, device)
@@ -224,7 +210,7 @@ def _run(job: Job) -> Report:
             if config.max_steps is not None and trainer.state.updates >= config.max_steps:
                 about += f"\nnothing to do: {trainer.state.updates} updates are behind, max_steps={config.max_steps}"
         else:
-            _on_main(lambda: _remove_old_run(out))
+            _on_main(lambda: remove_old_run(out))
         began = trainer.state.step
         if main:
             # As it is resolved, but for the log's default place: with this file another run must not write this log.
@@ -245,16 +231,6 @@ def _run(job: Job) -> Report:
             atomic_save(whole, out / "final.pt")
     status = ended if failure is not None else 0 if result.signal is None else 128 + result.signal
     return Report(status, result, rank_facts(model, trainer.amp.optimizer), began, digests, failure)
-
-
-def _remove_old_run(out: Path) -> None:
-    from ..checkpoint.folders import remove_checkpoint
-
-    for path in [*(out / name for name in RUN_FILES), *out.glob("step_*.pt")]:
-        path.unlink(missing_ok=True)
-    for path in out.glob("step_*"):
-        if path.is_dir() and not path.is_symlink():
-            remove_checkpoint(path)
 
 
 def _whole_weights(model: nn.Module) -> dict[str, Any]:

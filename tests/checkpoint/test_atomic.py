@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from safetrain_core import CheckpointError, atomic_save, capture_rng_state, restore_rng_state
-from safetrain_core.checkpoint import atomic
+from safetrain_core.checkpoint import summed
 from safetrain_core.checkpoint.atomic import atomic_write_bytes, atomic_write_json, atomic_write_text, verify
 from safetrain_core.checkpoint.plain import plain
 
@@ -88,10 +88,10 @@ def no_space(*_):
 @pytest.mark.parametrize(
     ("breaks", "error"),
     [
-        (("os.fsync", no_space), OSError),
-        (("os.replace", no_space), OSError),
-        (("FollowingSum.write", no_space), OSError),
-        (("os.fsync", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)), KeyboardInterrupt),
+        ((os, "fsync", no_space), OSError),
+        ((os, "replace", no_space), OSError),
+        ((summed.FollowingSum, "write", no_space), OSError),
+        ((os, "fsync", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)), KeyboardInterrupt),
         (None, ValueError),
     ],
 )
@@ -104,8 +104,7 @@ def test_a_save_that_fails_leaves_the_old_file_whole_no_temporary_and_raises_the
     payload = {"weight": torch.zeros(100_000), **({"bad": Unpicklable()} if breaks is None else {})}
     with monkeypatch.context() as patch:
         if breaks is not None:
-            owner, _, name = breaks[0].partition(".")
-            patch.setattr(getattr(atomic, owner), name, breaks[1])
+            patch.setattr(*breaks)
         with pytest.raises(error):
             atomic_save(payload, path)
     assert path.read_bytes() == before
@@ -120,7 +119,7 @@ def test_a_sum_that_cannot_be_made_fails_the_save_and_leaves_the_old_file(tmp_pa
     def fails(self):
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(atomic.FollowingSum, "_sum_up", fails)
+    monkeypatch.setattr(summed.FollowingSum, "_sum_up", fails)
     with pytest.raises(OSError, match="Input/output error"):
         atomic_save({"weight": torch.zeros(10)}, path)
     assert path.read_bytes() == before
@@ -165,7 +164,7 @@ def test_a_numpy_scalar_and_a_path_are_saved_as_plain_values_and_the_file_loads(
         ({"list": [1, {2, 3}]}, r"payload\['list'\]\[1\] is a set"),
         ({"f": len}, r"payload\['f'\] is a builtin_function_or_method"),
         ({"array": np.zeros(3)}, r"payload\['array'\] is a ndarray"),
-        ({(1, object()): 2}, "is a object"),
+        ({(1, object()): 2}, "is an object"),
     ],
 )
 def test_what_could_not_be_read_back_is_refused_by_name_before_anything_is_written(tmp_path, value, where):

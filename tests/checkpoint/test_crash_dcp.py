@@ -2,14 +2,15 @@
 
 import os
 
+import pytest
 import torch
 from crash import survives
 
 from safetrain_core import CheckpointError, load_dcp, save_dcp
 from safetrain_core.checkpoint import dcp
-from safetrain_core.checkpoint.atomic import sum_of
 from safetrain_core.checkpoint.dcp_files import SummedFile
 from safetrain_core.checkpoint.folders import TEMPORARY
+from safetrain_core.checkpoint.summed import sum_of
 
 
 def state(step):
@@ -76,8 +77,9 @@ def test_a_save_into_an_existing_folder_leaves_the_old_or_the_new_checkpoint(tmp
     assert failed == 0
 
 
+@pytest.mark.skipif(torch.__version__ >= (2, 14), reason="torch flushes the index before it syncs it from 2.14 on")
 def test_the_same_test_fails_where_dcp_is_trusted_to_sync_its_own_files(tmp_path, monkeypatch):
-    """torch 2.13 syncs the index before its buffer is flushed."""
+    """torch up to 2.13 syncs the index before its buffer is flushed."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     def unsynced(part):

@@ -105,7 +105,7 @@ def test_what_could_not_be_read_back_is_refused_on_every_rank_before_anything_is
     assert (
         errors[0]
         == errors[1]
-        == "own['x'] is a object, which weights_only=True cannot read back; save plain " + ("types and tensors")
+        == "own['x'] is an object, which weights_only=True cannot read back; save plain " + ("types and tensors")
     )
     assert not (tmp_path / "new").exists()
 

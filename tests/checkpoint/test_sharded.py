@@ -16,7 +16,7 @@ from rank_workers import shard_of
 from shards import edit, names, rewrite, same, states
 
 from safetrain_core import CheckpointError, launch, load_sharded, reshard, rotate_checkpoints, save_sharded
-from safetrain_core.checkpoint import atomic, manifest, sharded
+from safetrain_core.checkpoint import atomic, manifest, sharded, summed
 from safetrain_core.checkpoint.checks import LARGEST_NUMBER
 from safetrain_core.checkpoint.folders import all_checkpoints
 from safetrain_core.checkpoint.sharded import save_shard
@@ -86,7 +86,7 @@ def test_tensors_that_share_memory_share_it_after_the_load(tmp_path):
         ([], 1, "per_rank_state is empty"),
         ({0: {}, 2: {}}, 1, r"ranks \[0, 2\], expected 0 to 1"),
         ({"0": {}}, 1, "expected 0 to 0"),
-        ([{}, 3], 1, "the state of rank 1 is a int, expected a dict"),
+        ([{}, 3], 1, "the state of rank 1 is an int, expected a dict"),
         ([{}], -1, "step=-1 must be an integer"),
         ([{}], 2.0, "step=2.0 must be an integer"),
         ([{}], True, "step=True must be an integer"),
@@ -282,7 +282,7 @@ def no_space(*_):
     [
         ((os, "fsync", no_space), OSError),
         ((os, "replace", no_space), OSError),
-        ((atomic.FollowingSum, "write", no_space), OSError),
+        ((summed.FollowingSum, "write", no_space), OSError),
         ((sharded, "publish", no_space), OSError),
         ((manifest, "atomic_write_bytes", no_space), OSError),
         ((atomic, "sync_folder", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)), KeyboardInterrupt),

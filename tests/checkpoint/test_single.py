@@ -23,7 +23,8 @@ from safetrain_core import (
     save_checkpoint,
 )
 from safetrain_core.checkpoint.atomic import TRAILER, atomic_open
-from safetrain_core.checkpoint.single import model_state, read_checkpoint, run_payload
+from safetrain_core.checkpoint.model_state import model_state
+from safetrain_core.checkpoint.single import read_checkpoint, run_payload
 
 
 def parts(width=4, name="adamw", total=10):

@@ -42,6 +42,19 @@ def test_baseline_names_the_first_step_that_differs(logs, capsys):
     assert main(["diagnose", str(logs / "base.csv"), "--baseline", str(logs / "base.csv")]) == 0
 
 
+def test_another_batch_size_is_named_as_the_cause_where_both_logs_tell_it(logs, tmp_path, capsys):
+    rows = [{"step": s, "loss": 5 - s / 10, "effective_batch_size": 32} for s in range(1, 30)]
+    other = [{**row, "loss": row["loss"] + 0.1, "effective_batch_size": 16} for row in rows]
+    write_csv(rows, tmp_path / "one.csv")
+    write_csv(other, tmp_path / "two.csv")
+    assert main(["diagnose", str(tmp_path / "two.csv"), "--baseline", str(tmp_path / "one.csv")]) == 1
+    told = capsys.readouterr().out
+    assert "cause     another batch size: 16 samples behind an update at step 1, 32 in the baseline" in told
+    write_csv([{**row, "effective_batch_size": 32} for row in other], tmp_path / "same.csv")
+    assert main(["diagnose", str(tmp_path / "same.csv"), "--baseline", str(tmp_path / "one.csv")]) == 1
+    assert "another batch size: " not in capsys.readouterr().out
+
+
 def test_json_is_json_although_there_is_nan_in_it(logs, capsys):
     main(["diagnose", "--json", str(logs / "nan.csv")])
 
@@ -68,6 +81,9 @@ def test_the_picture_marks_the_evidence_and_a_missing_matplotlib_is_named(logs, 
     pytest.importorskip("matplotlib")
     picture = tmp_path / "a.svg"
     assert main(["diagnose", str(logs / "nan.csv"), "--plot", str(picture)]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == f"picture: {picture}"
+    assert main(["diagnose", str(logs / "nan.csv"), "--json", "--plot", str(picture)]) == 1
+    assert json.loads(capsys.readouterr().out)
     assert "nan_stays" in picture.read_text() or "clipPath" in picture.read_text()
     plain = tmp_path / "b.svg"
     main(["diagnose", str(logs / "good.csv"), "--plot", str(plain)])

@@ -10,6 +10,8 @@ from loops import Setup, train
 
 from safetrain_core import StepLog, diagnose, read_log
 from safetrain_core.cli import main
+from safetrain_core.diagnose.readers import find_log
+from safetrain_core.diagnose.search import files_in
 
 
 def rules(source, **more):
@@ -142,7 +144,7 @@ def test_what_does_not_exist_and_what_is_ambiguous_is_named(tmp_path):
         (tmp_path / name).write_text("step,loss\n1,2\n")
     with pytest.raises(ValueError, match=r"several logs \(a.csv, b.csv\)"):
         diagnose(tmp_path)
-    with pytest.raises(ValueError, match="a int is no log"):
+    with pytest.raises(ValueError, match="an int is no log"):
         diagnose(3)
 
 
@@ -248,3 +250,23 @@ def test_hugging_face_logs_a_loss_of_0_for_nan_and_is_not_believed():
     assert all(row["loss"] == 0 and row["grad_norm"] != row["grad_norm"] for row in late)
     found = diagnose(history[:-1])[0]
     assert (found.rule, found.evidence[0].step) == ("nan_stays", 31)
+
+
+def test_a_folder_is_searched_a_few_levels_deep_and_the_refusal_says_so(tmp_path):
+    deep = tmp_path / "a" / "b" / "c" / "d"
+    deep.mkdir(parents=True)
+    (deep / "metrics.csv").write_text("step,loss\n1,2\n2,1\n")
+    assert find_log(tmp_path) == deep / "metrics.csv"
+    (deep / "e").mkdir()
+    (deep / "metrics.csv").rename(deep / "e" / "metrics.csv")
+    with pytest.raises(ValueError, match=r"holds no log .*, nor do the folders in it, 4 levels deep; name a file"):
+        find_log(tmp_path)
+
+
+def test_no_more_files_are_looked_at_than_a_number_the_nearest_first(tmp_path):
+    for name in ("a/1", "a/2", "b/c/3", "4"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "b" / "again").symlink_to(tmp_path, target_is_directory=True)
+    assert [path.name for path in files_in(tmp_path)] == ["4", "1", "2", "again", "3"]
+    assert [path.name for path in files_in(tmp_path, most=2)] == ["4", "1"]

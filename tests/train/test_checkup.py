@@ -21,6 +21,7 @@ from safetrain_core import (
 )
 from safetrain_core.cli import main
 from safetrain_core.records import BASE_COLUMNS
+from safetrain_core.train.verify import report
 
 RANKS = (1, 2, 3, 4, 7)
 
@@ -387,3 +388,11 @@ def test_the_defaults_of_a_config_without_the_fields_are_the_configs_own(tmp_pat
     for step in range(1, kept + 1):
         shutil.copy(first, tmp_path / f"step_{step:08d}.pt")
     assert rules(verify_checkpoints(tmp_path)) == ["no_rotation"]
+
+
+def test_a_file_that_is_no_checkpoint_is_told_of_once(tmp_path):
+    (tmp_path / "note.pt").write_text("hello")
+    told = report(verify_checkpoints(tmp_path / "note.pt"))
+    assert told.splitlines()[0] == f"BROKEN {tmp_path / 'note.pt'}: torn file"
+    assert told.count("no sha256 at its end") == 1
+    assert told.count("ERROR") == 1
