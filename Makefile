@@ -1,6 +1,8 @@
 # Two commands: `make lab` to learn, `make test` to check. Both set up .venv when it is missing.
 PYTHON  ?= python3
 VENV    ?= .venv
+# A second environment: the trainers of others, which `make test` does without.
+ADAPTERS ?= .venv-adapters
 # Passed to pip at set-up, for example PIP_ARGS="--index-url ..." for a mirror or a CPU build of torch.
 PIP_ARGS ?=
 # Passed to JupyterLab, for example LAB_ARGS="--no-browser --port 8890".
@@ -13,10 +15,10 @@ LESSONS := $(sort $(wildcard lessons/[0-9]*.py))
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab lessons test check format lint types notebooks bench pins readme clean
+.PHONY: help setup lab lessons test test-adapters browser check format lint types notebooks bench pins readme clean
 
 help:  ## list the commands
-	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
@@ -36,6 +38,19 @@ lessons: $(READY)  ## run every lesson headless
 test: $(READY)  ## unit tests, doctests and every notebook
 	$(BIN)/python -m pytest -q --nbval --nbval-current-env --nbval-cell-timeout=120 --nbval-sanitize-with tests/nbval_sanitize.cfg $(PYTEST_ARGS)
 
+$(ADAPTERS)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(ADAPTERS)
+	$(ADAPTERS)/bin/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt \
+	  -e '.[huggingface,lightning,tensorboard]' pytest
+	@touch $@
+
+test-adapters: $(ADAPTERS)/.ready  ## the callbacks in Hugging Face's and Lightning's own trainers (sets up another environment)
+	$(ADAPTERS)/bin/python -m pytest -q tests/adapters tests/diagnose/test_probe_frameworks.py tests/diagnose/test_readers.py $(PYTEST_ARGS)
+
+browser: $(READY)  ## the lessons in JupyterLab, worked through by a real Chromium (installs Playwright)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt -e '.[browser]'
+	$(BIN)/python -m pytest -q -rs tests/browser $(PYTEST_ARGS)
+
 check: lint types test  ## what must be green before a commit
 
 format: $(READY)  ## format the code
@@ -52,15 +67,15 @@ types: $(READY)  ## type check
 notebooks: $(READY)  ## rebuild the notebooks from the scripts and run them
 	$(BIN)/python tests/lessons/build_notebooks.py $(LESSONS)
 
-bench: $(READY)  ## the measured claims, beside other packages (installs them: large)
+bench: $(READY)  ## the measured claims, beside other packages (installs them: large); keeps tests/benchmarks/RESULTS.md
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt -e '.[peers]'
 	$(BIN)/python -m pytest -q -s tests/benchmarks $(PYTEST_ARGS)
 
 pins: $(READY)  ## rewrite constraints.txt from what is installed
-	$(BIN)/python tests/update_pins.py
+	$(BIN)/python tests/update_pins.py $(ADAPTERS)/bin/python
 
 readme: $(READY)  ## rewrite the generated parts of the README
 	$(BIN)/python tests/update_readme.py
 
 clean:  ## remove the environment and what runs left
-	rm -rf $(VENV) runs lessons/runs *.egg-info
+	rm -rf $(VENV) $(ADAPTERS) runs lessons/runs *.egg-info

@@ -22,9 +22,10 @@
 #
 # - say whether this computer is ready for the lessons, and mend what is not;
 # - tell a step that was taken from one that was refused;
+# - bring about each of 14 symptoms, and read what the doctor says of it;
 # - find the lesson for a symptom that you have met.
 #
-# 10 minutes, a few seconds of computing, no GPU, no network. Run a cell with Shift+Enter.
+# 15 minutes, less than a minute of computing, no GPU, no network. Run a cell with Shift+Enter.
 #
 # <!-- nav -->
 #
@@ -35,9 +36,21 @@
 # %%
 from pathlib import Path
 
-from support import claim, finish, lesson_args, not_shown, show, whole
+from support import (
+    claim,
+    doctor,
+    finish,
+    lesson_args,
+    not_shown,
+    say,
+    show,
+    table,
+    whole,
+)
 from support.environment import check, look
 from support.first_minute import first_minute_figure
+from support.knobs import buttons, dropdown
+from support.progress import progress
 
 args = lesson_args("00_start_here", num_steps=whole(20, help="steps of the run"))
 
@@ -182,6 +195,77 @@ show(
 # | 14 | The disk is full in the middle of the run | each save added a checkpoint and none was ever removed | keep the last few with `rotate_checkpoints` | [lesson 03](03_checkpoint_resume.ipynb), [lesson 04](04_sharded_resume.ipynb) |
 #
 # <!-- /loading -->
+#
+# `safetrain_core` has a **doctor** for all of them. `diagnose` reads the log of a run, yours or anybody's; the probes run your own step, save and load
+# functions; `verify_checkpoints` looks through a folder. Each gives findings: what is wrong, by which rule it was found, where it shows, why, and what to do.
+#
+# Nothing in the next cell is faked. It trains eight tiny runs that have the first eight faults, and damages six folders of checkpoints in the other six ways.
+# Predict: for how many of the 14 does the doctor name the right one first?
+
+# %%
+my_guess = ""
+
+# %%
+from support.symptoms import CASES, break_it, pressed
+
+shown = {case.number: break_it(case.number, args.seed) for case in CASES}
+table(
+    "symptoms",
+    ["", "what was done", "the doctor's rule", "severity", "lesson"],
+    [
+        [case.number, case.did, found.rule, found.severity, found.lesson[:2]]
+        for case in CASES
+        for found in shown[case.number].findings[:1]
+    ],
+)
+claim(
+    all([f.rule for f in shown[case.number].findings[:1]] == [case.rule] for case in CASES),
+    "the doctor names all 14, each by its own rule",
+)
+
+# %% [markdown]
+# Here is one of them whole, number 3. The code that skips a bad step leaves by a short way out, and never reaches `scaler.update()`. First what you would see,
+# then what the doctor makes of it:
+
+# %%
+print("\n".join(shown[3].lines))
+doctor(shown[3].findings, "scale_never_moves")
+
+# %% [markdown]
+# And one of a checkpoint, number 9. The run was saved on four ranks; the next job got two.
+
+# %%
+for line in shown[9].lines:
+    say(line)
+doctor(shown[9].findings, "world_size_mismatch")
+
+# %% [markdown]
+# A picture says where to look. In number 4 the clip comes before `scaler.unscale_(optimizer)`. The gradients are still multiplied by the scaling factor there, so the
+# norm in the log doubles whenever the factor does; and each step is cut to next to nothing. `safetrain diagnose my.csv --plot my.png` draws your own log like this.
+
+# %%
+from support.symptom_page import figure_of
+
+show(
+    figure_of(shown[4], "The logged norm doubles whenever the factor does"),
+    "norm_follows_scale",
+    alt="Gradient norm and scaling factor over 36 steps on a log scale. The factor doubles every "
+    "8 steps, and the norm jumps with it. Triangles mark the steps that the doctor names "
+    "as evidence, before and after the first three jumps.",
+)
+
+# %% [markdown]
+# Now you. Choose a symptom and press **Break it**: it runs here and now, and shows what its victim would see, what the doctor says, and the code that did
+# it. **Mend it** runs the same without the fault.
+
+# %% tags=["nbval-ignore-output"]
+_ = buttons(
+    pressed,
+    {"break": "Break it", "mend": "Mend it"},
+    number=dropdown(
+        "Symptom", [(f"{case.number}. {case.seen}", case.number) for case in CASES], 1
+    ),
+)
 
 # %% [markdown]
 # ## 4. The lessons
@@ -204,6 +288,13 @@ show(
 #
 # <!-- /lessons -->
 #
+# Each lesson ends with exercises that check your answer. Which of them you have passed here is kept in `lessons/runs/progress.json`, on this computer
+# and nowhere else; delete the file to start over. Run the next cell again to see how far you are.
+
+# %% tags=["nbval-ignore-output"]
+print("\n".join(progress()))
+
+# %% [markdown]
 # Every lesson is also a script: `python lessons/01_clipping_amp.py --help`. It prints the same rows, saves its figures and
 # tables, and exits with 0 only if everything that the lesson claims held on your machine.
 #

@@ -6,6 +6,7 @@ columns that the CSV log takes from it.
 
 from __future__ import annotations
 
+import statistics
 import warnings
 from collections import deque
 from collections.abc import Iterable
@@ -160,6 +161,21 @@ class TrainState:
         self.updates += 1
         self.losses.append(loss)
         del self.losses[:-LOSSES_KEPT]
+
+    def loss_limit(self, factor: float | None, window: int) -> float | None:
+        """``factor`` x the median of the last ``window`` accepted losses: above it, a loss is a jump.
+
+        None where there is no limit: no factor, no full window yet, or a median that is not above 0.
+
+        >>> state = TrainState(losses=[1.0, 3.0, 2.0])
+        >>> state.loss_limit(2.0, window=3), state.loss_limit(2.0, window=4)
+        (4.0, None)
+        """
+        recent = self.losses[-window:]
+        if factor is None or len(recent) < window:
+            return None
+        median = statistics.median(recent)
+        return factor * median if median > 0 else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types only, so that ``torch.load(weights_only=True)`` reads them back."""

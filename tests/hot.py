@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import torch
+from measure import Watch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -100,6 +101,16 @@ def pausing(folder, card, step):
     saved = folder / f"step_{step:08d}.pt"
     card.cools_when(saved.exists, 84.0, 80.0, 74.0)
     return at(step, lambda: card.be(86.0))
+
+
+def counted(guard):
+    """Host reads and operations of 20 steps with or without the guard, and the card, which knows who asked it."""
+    torch.manual_seed(0)
+    card = Card() if guard else None
+    _, trainer = make(None, card, max_steps=20, telemetry_log_interval=1)
+    with Watch(trainer.amp.optimizer) as watch:
+        trainer.fit()
+    return sum(watch.reads.values()), watch.ops.total(), card
 
 
 def rows_of(path):

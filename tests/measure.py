@@ -6,13 +6,15 @@ with ours, by medians.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 #: Operations that hand a value to the host: item(), bool(), float(); nonzero() and equal() wait for it too.
@@ -73,24 +75,78 @@ class Watch(TorchDispatchMode):
             handle.remove()
 
 
+class CountsSync(nn.Linear):
+    """Stands where a data-parallel wrapper would: counts how often its gradients would be reduced."""
+
+    def __init__(self):
+        super().__init__(3, 1)
+        self.synced, self.local = 0, False
+        self.weight.register_hook(self.on_backward)
+
+    def on_backward(self, grad):
+        self.synced += not self.local
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        self.local = True
+        try:
+            yield
+        finally:
+            self.local = False
+
+
+class Measured(float):
+    """A median, with the quartiles of the rounds that it is the median of."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, rounds: Sequence[float]) -> Measured:
+        """From the values of all rounds, four at least.
+
+        >>> value = Measured.of([1.0, 9.0, 2.0, 3.0, 4.0])
+        >>> float(value), value.low, value.high
+        (3.0, 2.0, 4.0)
+        """
+        value = cls(statistics.median(rounds))
+        value.low, _, value.high = statistics.quantiles(rounds, n=4, method="inclusive")
+        return value
+
+
+def seconds_of(function: Callable[[], Any], calls: int = 1) -> float:
+    """Wall time of that many calls."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    return time.perf_counter() - start
+
+
 def paired_ratio(
     ours: Callable[[], Any], baseline: Callable[[], Any], *, rounds: int, warmup: int = 3, calls: int = 1
-) -> float:
+) -> Measured:
     """Median over rounds of (our time / the baseline's time), the two run in turn, first and second alternating."""
+    return ratios_to({"ours": ours}, baseline, rounds=rounds, warmup=warmup, calls=calls)["ours"]
 
-    def seconds(function: Callable[[], Any]) -> float:
-        start = time.perf_counter()
-        for _ in range(calls):
-            function()
-        return time.perf_counter() - start
 
+def ratios_to(
+    others: Mapping[str, Callable[[], Any]],
+    baseline: Callable[[], Any],
+    *,
+    rounds: int,
+    warmup: int = 3,
+    calls: int = 1,
+) -> dict[str, Measured]:
+    """By name, the median over rounds of (its time / the baseline's): all run in each round, its order turned round
+    from one to the next, so that what stands first or last does not always stand there."""
+    runs = {**others, "": baseline}
     for _ in range(warmup):
-        ours(), baseline()
-    ratios = []
+        for run in runs.values():
+            run()
+    ratios: dict[str, list[float]] = {name: [] for name in others}
     for i in range(rounds):
-        if i % 2:
-            b, a = seconds(baseline), seconds(ours)
-        else:
-            a, b = seconds(ours), seconds(baseline)
-        ratios.append(a / b)
-    return statistics.median(ratios)
+        order = list(runs) if i % 2 else list(runs)[::-1]
+        took = {name: seconds_of(runs[name], calls) for name in order}
+        for name in others:
+            ratios[name].append(took[name] / took[""])
+    return {name: Measured.of(values) for name, values in ratios.items()}

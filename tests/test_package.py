@@ -80,8 +80,8 @@ def test_no_assert_and_no_unsafe_load_in_the_package():
         assert "set_num_threads" not in text, path
 
 
-#: Extras that `make setup` does not install, so that nothing pins them.
-NOT_SET_UP = ("apollo", "peers", "tensorboard")
+#: Extras that neither `make setup` nor `make test-adapters` installs, so that nothing pins them.
+NOT_SET_UP = ("apollo", "peers")
 
 
 def dependencies(leave_out=()):

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from update_readme import PICTURE, rewritten
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -35,6 +36,21 @@ def test_the_commands_of_the_command_line_section_are_accepted(tmp_path):
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\((?!http)([^)#]+)\)", README))))
 def test_each_relative_link_leads_to_a_file(link):
     assert (ROOT / link).exists()
+
+
+def test_the_generated_parts_are_up_to_date():
+    assert rewritten(README) == README, "run `make readme`"
+    with pytest.raises(ValueError, match="0 places for the lessons"):
+        rewritten(README.replace("<!-- lessons: ", "<!-- "))
+
+
+def test_the_picture_is_small_and_its_text_says_what_it_shows():
+    alt, target = re.search(r"!\[([^\]]+)\]\(([^)]+)\)", README).groups()
+    assert (ROOT / target).resolve() == PICTURE.resolve()
+    assert PICTURE.read_bytes()[:4] == b"\x89PNG"
+    assert PICTURE.stat().st_size < 50_000
+    assert "NaN" in alt
+    assert "SKIP" in alt
 
 
 def test_each_make_target_named_exists():

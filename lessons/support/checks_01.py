@@ -15,10 +15,12 @@ from safetrain_core import AmpTrainState
 from torch import Tensor, nn
 
 from . import toy
+from .progress import exercise
 
 Loop = Callable[..., list[tuple[float, float, bool]]]
 
 
+@exercise
 def check_clip(clip: Callable[[list[Tensor], float], Any]) -> str:
     """Exercise A: ``clip(grads, max_norm) -> (norm before, norm after)``, in place, by one global norm."""
     grads = [torch.tensor([3.0, 3.0]), torch.tensor([4.0, 4.0])]
@@ -70,6 +72,7 @@ def check_clip(clip: Callable[[list[Tensor], float], Any]) -> str:
     return "Right: one norm, one factor, and small gradients are left alone."
 
 
+@exercise
 def check_next_scale(next_scale: Callable[[float, int, str | None, int], Any]) -> str:
     """Exercise B: ``next_scale(scale, clean, reason, growth_interval) -> (scale, clean)``."""
     draws = random.Random(1)
@@ -157,6 +160,7 @@ def trial(
     return rows, model, scaler.get_scale()
 
 
+@exercise
 def check_loop(loop: Loop) -> str:
     """Exercise C: ``loop(model, optimizer, scaler, batches) -> [(norm, scale, skipped), ...]``."""
     rows, model, last = trial(loop, 2.0**20, None)

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from . import accumulation as lab
 from . import toy
+from .progress import exercise
 from .report import about
 
 Loop = Callable[..., list[tuple[float, float]]]
@@ -29,6 +30,7 @@ def _raised(error: Exception) -> str:
     return f"Not yet: it raised {type(error).__name__}: {error}."
 
 
+@exercise
 def check_shares(shares: Callable[[list[Tensor]], Any]) -> str:
     """Exercise A: ``shares(targets) -> [share of each micro-batch]``, so that their sum is the one big batch."""
     ((micro, whole),) = lab.line_windows(1, seed=5)
@@ -94,6 +96,7 @@ def counted_updates(
     return epochs * len(list(windows(loader, accum)))
 
 
+@exercise
 def check_updates(updates: Callable[..., Any]) -> str:
     """Exercise B: ``updates(samples, micro_batch, accum, ranks, epochs) -> optimizer steps``."""
     cases = [
@@ -142,6 +145,7 @@ def trial(loop: Loop, accum: int = 4, steps: int = 10) -> tuple[Any, nn.Module, 
     return rows, model, schedule
 
 
+@exercise
 def check_loop(loop: Loop) -> str:
     """Exercise C: ``loop(model, optimizer, schedule, batches, accum_steps) -> [(loss, norm), ...]``."""
     rows, model, schedule = trial(loop)

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from . import checkpoint_resume as lab
+from .progress import exercise
 
 
 def _raised(error: BaseException) -> str:
@@ -66,6 +67,7 @@ CASES: list[tuple[dict[str, float | None], int, int, set[str], str]] = [
 ]
 
 
+@exercise
 def check_to_delete(to_delete: Callable[..., Any]) -> str:
     """Exercise A: ``to_delete(losses, keep_last, keep_best) -> names``; ``losses`` has file name -> loss or None."""
     for losses, keep_last, keep_best, right, why in CASES:
@@ -98,6 +100,7 @@ def _drawn() -> dict[str, Any]:
     return {name: draw() for name, draw in DRAWS.items()}
 
 
+@exercise
 def check_random_states(capture: Callable[[], Any], restore: Callable[[Any], Any]) -> str:
     """Exercise B: ``capture() -> state`` and ``restore(state)``, for Python's, NumPy's and torch's generators."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -167,6 +170,7 @@ def _half_saved(payload: Any, target: Any, *args: Any, **kwargs: Any) -> None:
     raise Killed
 
 
+@exercise
 def check_loop(loop: Loop, seed: int = 1) -> str:
     """Exercise C: ``loop(run, path, total_steps)`` trains, saves every 5 steps, and resumes where ``path`` exists."""
     with tempfile.TemporaryDirectory() as folder:

@@ -21,6 +21,7 @@ from safetrain_core.checkpoint.manifest import MANIFEST
 from torch import Tensor
 
 from . import sharded_resume as lab
+from .progress import exercise
 
 
 def _raised(error: BaseException) -> str:
@@ -30,6 +31,7 @@ def _raised(error: BaseException) -> str:
 # --- A: cut ---------------------------------------------------------------------------------------------------
 
 
+@exercise
 def check_cut(cut: Callable[..., Any]) -> str:
     """Exercise A: ``cut(flat, ranks) -> pieces``, one for each rank, in order."""
     for numel, ranks in ((8, 2), (10, 4), (5, 4), (3, 3), (40_000, 4)):
@@ -172,6 +174,7 @@ def _unpickle(*args: Any, **kwargs: Any) -> Any:
     raise UnpickledError
 
 
+@exercise
 def check_problem(problem: Callable[..., Any]) -> str:
     """Exercise B: ``problem(folder, world_size)``: None for a whole checkpoint, else what is wrong."""
     for case in CASES:
@@ -213,6 +216,7 @@ Loop = Callable[[lab.ShardedRun, Path, int], Any]
 LOOP_RANKS, KEPT = 2, 2
 
 
+@exercise
 def check_loop(loop: Loop, seed: int = 1) -> str:
     """Exercise C: ``loop(run, parent, total_steps)`` saves every 5 steps below ``parent``, keeps 2, and resumes."""
     with tempfile.TemporaryDirectory() as scratch:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from . import recompute as lab
 from . import toy
+from .progress import exercise
 
 Loop = Callable[..., list[Any]]
 
@@ -49,6 +50,7 @@ CASES = [
 ]
 
 
+@exercise
 def check_segment(best_segment: Callable[..., Any]) -> str:
     """Exercise A: ``best_segment(layers, inside, boundary) -> layers per segment``."""
     for layers, inside, boundary, why in CASES:
@@ -96,6 +98,7 @@ IN_EVAL = (
 )
 
 
+@exercise
 def check_once(once: lab.Run) -> str:
     """Exercise B: ``once(layer, x) -> output``, recomputed in backward, with the buffers moved by one run."""
     try:
@@ -196,6 +199,7 @@ def _run(loop: Loop, seed: int) -> tuple[nn.Module, list[Any], int]:
     return model, losses, counter.peak
 
 
+@exercise
 def check_loop(loop: Loop, seed: int = 3) -> str:
     """Exercise C: ``loop(model, optimizer, batches) -> losses`` of a GPT with frozen embeddings."""
     try:

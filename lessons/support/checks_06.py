@@ -15,6 +15,7 @@ from safetrain_core import ThermalAbort
 from . import thermal as lab
 from . import toy
 from .checkpoint_resume import said
+from .progress import exercise
 
 PAUSE_C, RESUME_C, CRITICAL_C = 85, 75, 95
 
@@ -53,6 +54,7 @@ CASES: list[tuple[list[float | None], str, str]] = [
 ]
 
 
+@exercise
 def check_watch(watch: Callable[[list[float | None]], Any]) -> str:
     """Exercise A: ``watch(readings) -> state`` after them all, a lost sensor included."""
     for readings, right, why in CASES:
@@ -68,6 +70,7 @@ def check_watch(watch: Callable[[list[float | None]], Any]) -> str:
 # --- B: the longest poll interval -----------------------------------------------------------------------------
 
 
+@exercise
 def check_longest_poll(longest: Callable[..., Any]) -> str:
     """Exercise B: ``longest(pause_c, critical_c, steady_c, tau_s) -> seconds``."""
     cards = [(85, 95, 115, 60), (80, 90, 120, 20), (70, 95, 96, 100), (85, 95, 90, 60)]
@@ -203,6 +206,7 @@ def _run(loop: Loop, kind: str) -> tuple[Trial, BaseException | None]:
     return trial, None
 
 
+@exercise
 def check_loop(loop: Loop) -> str:
     """Exercise C: ``loop(run, card, save, sleep)`` trains ``run`` and guards the card."""
     return _calm(loop) or _hot(loop) or _neighbour(loop) or _lost(loop) or (

@@ -14,6 +14,7 @@ from safetrain_core import GaLore
 from torch import Tensor, nn
 
 from . import low_rank as lab
+from .progress import exercise
 
 #: Of the repaired step's trial.
 LR, RANK, INTERVAL, SCALE = 0.01, 2, 4, 0.25
@@ -29,6 +30,7 @@ def _raised(error: Exception) -> str:
 # --- A: how many numbers --------------------------------------------------------------------------------------
 
 
+@exercise
 def check_numbers(numbers: Callable[[int, int, int], Any]) -> str:
     """Exercise A: ``numbers(m, n, rank)`` that GaLore around AdamW keeps for one weight, the step count left out."""
     for m, n, rank in (
@@ -71,6 +73,7 @@ def check_numbers(numbers: Callable[[int, int, int], Any]) -> str:
 # --- B: which rank --------------------------------------------------------------------------------------------
 
 
+@exercise
 def check_rank_for(rank_for: Callable[[Tensor, float], Any]) -> str:
     """Exercise B: ``rank_for(gradient, share)``: the lowest rank whose directions hold at least this share of energy."""
     draws = torch.Generator().manual_seed(4)
@@ -169,6 +172,7 @@ def trial(
     return weights, verdicts
 
 
+@exercise
 def check_step(step: Step) -> str:
     """Exercise C: ``step(weights, states, lr, rank, interval, scale)`` -> True, or False where it refused."""
     for shape, kind in ((WIDE, "wide"), (TALL, "tall")):

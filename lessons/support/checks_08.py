@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from . import toy
 from .distributed_run import BYTES
+from .progress import exercise
 
 Loop = Callable[..., Any]
 
@@ -51,6 +52,7 @@ def right_bytes(shapes: list[tuple[int, ...]], ranks: int, rank: int) -> int:
     return BYTES * total
 
 
+@exercise
 def check_bytes(bytes_on: Callable[..., Any]) -> str:
     """Exercise A: ``bytes_on(shapes, ranks, rank)``, of FP32 weights and AdamW's moments under FSDP2."""
     for shapes, ranks, rank, why in CASES:
@@ -217,6 +219,7 @@ def _near(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-3, atol=1e-5)
 
 
+@exercise
 def check_loop(loop: Loop, seed: int = 0) -> str:
     """Exercise B: ``loop(model, optimizer, batches, all_reduce, ranks) -> ["STEP" or "SKIP", ...]`` on four ranks."""
     for scale in (SMALL, LARGE):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -60,19 +61,26 @@ def told(finding: Finding) -> str:
     shown = _RANDOM.sub("<random>", _FOLDERS.sub("", str(finding)))
 
     def marked(line: str) -> str:
-        advice = line.startswith(
-            ("  cause", "  fix")
-        )  # has numbers of its own: clip at 1.0
+        # Advice has numbers of its own: clip at 1.0.
+        advice = line.startswith(("  cause", "  fix"))
         return _NUMBER.sub(
             lambda m: (
-                f"~{m[0]}"
-                if m[0] in measured or (not advice and set(".e") & set(m[0]))
-                else m[0]
+                "~" * (m[0] in measured or (not advice and bool({".", "e"} & set(m[0]))))
+                + m[0]
             ),
             line,
         )
 
-    return "\n".join(map(marked, shown.split("\n")))
+    lines = map(marked, shown.splitlines())
+    return "\n".join(line if "~" in line else _wrapped(line) for line in lines)
+
+
+def _wrapped(line: str) -> str:
+    """A long line in lines that fit a notebook's width; where a number varies, so would the place of a break."""
+    indent = " " * 12
+    return textwrap.fill(
+        line, 92, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def doctor(found: Sequence[Finding], rule: str) -> None:

@@ -31,7 +31,7 @@ LESSONS = (
     Lesson(
         "00_start_here",
         "Start here",
-        10,
+        15,
         "What breaks in training, and where do you see it fixed?",
     ),
     Lesson(

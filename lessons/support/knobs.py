@@ -60,6 +60,63 @@ def slider(description: str, options: list[tuple[str, Any]], value: Any) -> Any:
         value=value,
         description=description,
         continuous_update=False,
-        style={"description_width": "13em"},
-        layout={"width": "36em"},
+        style={"description_width": "15em"},
+        layout={"width": "38em"},
+    )
+
+
+def buttons(show: Callable[..., str], labels: dict[str, str], **controls: Any) -> Any:
+    """Show ``controls`` with a row of buttons; a press runs ``show`` and puts its HTML below.
+
+    For what takes a moment: nothing runs until a button is pressed, and then all of them wait for the end.
+
+    Args:
+        show: called with the pressed button's action and the values of the controls by name; returns HTML.
+        labels: the words on each button, by its action.
+        controls: ipywidgets, by the name of the argument each one sets.
+
+    Returns:
+        The widget, or None in a script.
+    """
+    if not report.in_notebook():
+        return None
+    import ipywidgets
+    from IPython.display import display
+
+    page = ipywidgets.HTML()
+    row = {ipywidgets.Button(description=words): name for name, words in labels.items()}
+
+    def press(button: Any) -> None:
+        for one in row:
+            one.disabled = True
+        page.value = "<i>It runs ...</i>"
+        try:
+            values = {name: control.value for name, control in controls.items()}
+            page.value = show(row[button], **values)
+        except Exception as error:
+            page.value = f"<pre>{escape(type(error).__name__)}: {escape(str(error))}</pre>"
+            raise
+        finally:
+            for one in row:
+                one.disabled = False
+
+    for button in row:
+        button.on_click(press)
+    box = ipywidgets.VBox([*controls.values(), ipywidgets.HBox([*row]), page])
+    display({**box._repr_mimebundle_(), "text/plain": INVITATION}, raw=True)
+    return box
+
+
+def dropdown(description: str, options: list[tuple[str, Any]], value: Any) -> Any:
+    """A list to choose from; None in a script."""
+    if not report.in_notebook():
+        return None
+    import ipywidgets
+
+    return ipywidgets.Dropdown(
+        options=options,
+        value=value,
+        description=description,
+        style={"description_width": "initial"},
+        layout={"width": "44em", "max_width": "100%"},
     )

@@ -22,6 +22,7 @@ def read_events(path: Path, columns: Mapping[str, str] | None = None) -> Log:
     """
     try:
         module = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+        tensors = importlib.import_module("tensorboard.util.tensor_util")
     except ImportError as error:
         raise ValueError(
             f"{path} holds TensorBoard events, and the package tensorboard is not installed; "
@@ -34,7 +35,7 @@ def read_events(path: Path, columns: Mapping[str, str] | None = None) -> Log:
         tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags["scalars"]
     }
     for tag in tags["tensors"]:  # scalars that TensorFlow 2 wrote
-        values = [(event.step, module.tensor_util.make_ndarray(event.tensor_proto)) for event in events.Tensors(tag)]
+        values = [(event.step, tensors.make_ndarray(event.tensor_proto)) for event in events.Tensors(tag)]
         if values and all(value.size == 1 and value.dtype.kind in "fiu" for _, value in values):
             points[tag] = [(step, float(value.reshape(-1)[0])) for step, value in values]
     if not points:

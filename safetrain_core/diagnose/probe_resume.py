@@ -113,7 +113,7 @@ def probe_resume(
         save(second, Path(folder, "again"))
         again.and_then(_follow(second, step, steps_after))
         if again.differs(trace, 0, tolerance) is not None:
-            return [*findings, found("not_reproducible", "two fresh runs of one seed differ", Evidence(at))]
+            return [*findings, found("not_reproducible", "two fresh runs of one seed differ", Evidence(at + 1))]
         _, with_rng = resumed(rng)
         return _causes(findings, trace, after, with_rng, steps_before, at, tolerance)
 

@@ -18,7 +18,7 @@ from .log import Floats, Log, make_log
 __all__ = ["Cells", "read_csv", "usable"]
 
 #: Rows taken at a time: more are slower, because their cells no longer fit the processor's caches.
-CHUNK = 1_000
+CHUNK = 250
 SEPARATORS = ",;\t|"
 #: Bytes at the end in which the last line is looked for.
 TAIL_BYTES = 65536
@@ -54,17 +54,22 @@ class Cells:
                 values.extend(map(float, cells))
             except (ValueError, TypeError):
                 del values[self.count :]
-                empty = [row for row, cell in enumerate(cells) if cell == ""]
-                if len(empty) == rows:  # a column that is empty throughout, as most have one
-                    self._missing[role].extend(range(self.count, self.count + rows))
-                    values.extend([float("nan")] * rows)
-                else:
-                    values.extend(self._number(role, row, cell) for row, cell in enumerate(cells, start=self.count))
+                self._with_gaps(role, values, cells)
         for role, told in self._texts.items():
-            told.update(
-                (row, str(t)) for row, t in enumerate(chunk[role], start=self.count) if t not in (None, "", "-")
-            )
+            found = [(row, text) for row, text in enumerate(chunk[role], start=self.count) if text]
+            told.update((row, str(text)) for row, text in found if text != "-")
         self.count += rows
+
+    def _with_gaps(self, role: str, values: array[float], cells: Sequence[Any]) -> None:
+        """Append cells that are not all numbers: empty ones fast, since most columns have some, others one by one."""
+        empty = [row for row, cell in enumerate(cells, start=self.count) if cell == ""]
+        try:
+            values.extend([float("nan")] * len(cells) if len(empty) == len(cells) else map(float, _filled(cells)))
+        except (ValueError, TypeError):
+            del values[self.count :]
+            values.extend(self._number(role, row, cell) for row, cell in enumerate(cells, start=self.count))
+        else:
+            self._missing[role].extend(empty)
 
     def _number(self, role: str, row: int, cell: Any) -> float:
         try:
@@ -86,6 +91,10 @@ class Cells:
             there[self._missing[role]] = False
             numbers[role] = (np.frombuffer(values, dtype=np.float64) if self.count else np.empty(0), there)
         return usable(make_log(numbers, self._texts, self.count, self.columns, source, self.faults))
+
+
+def _filled(cells: Sequence[Any]) -> list[Any]:
+    return ["nan" if cell == "" else cell for cell in cells]
 
 
 def usable(log: Log) -> Log:
@@ -151,7 +160,7 @@ def _take_in(
     """Whole rows into ``cells``; others are noted and left out. ``comma``: it may be the decimal point."""
     width = len(names)
     while chunk := list(itertools.islice(rows, CHUNK)):
-        if any(len(row) != width or row[0] == names[0] for row in chunk):
+        if set(map(len, chunk)) != {width} or any(row[0] == names[0] for row in chunk):
             chunk = [row for row in chunk if _whole(row, names, cells)]
         turned: Sequence[Sequence[str]] = list(zip(*chunk, strict=True)) or [()] * width
         taken: dict[str, Sequence[str]] = {role: turned[at] for role, at in place.items()}

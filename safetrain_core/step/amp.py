@@ -19,7 +19,6 @@ Micikevicius et al. 2018, "Mixed Precision Training", arXiv:1710.03740 (loss sca
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Iterable
 from typing import Any
 
@@ -230,11 +229,7 @@ class AmpTrainState:
 
     def limits_now(self) -> Limits:
         """The limits of the next step: those that are fixed, and the largest loss that is no jump."""
-        recent = self.counters.losses[-self.loss_jump_window :]
-        if self.loss_jump_factor is None or len(recent) < self.loss_jump_window:
-            return self.limits
-        median = statistics.median(recent)
-        return self.limits._replace(loss=self.loss_jump_factor * median if median > 0 else None)
+        return self.limits._replace(loss=self.counters.loss_limit(self.loss_jump_factor, self.loss_jump_window))
 
     def begin_window(self) -> None:
         """Clear gradients, and keep the buffers in case the step is refused."""

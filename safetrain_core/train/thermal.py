@@ -22,8 +22,8 @@ from ..thermal.nvml import GpuMonitor
 from ..thermal.poller import Poller
 from .devices import DeviceChoice
 from .result import FitResult
+from .sinks import RowLog
 from .switch import DeviceSwitch
-from .telemetry import CsvLog
 
 __all__ = ["Thermal"]
 
@@ -123,7 +123,7 @@ class Thermal:
         self._without_row = False
         return cells
 
-    def _note(self, csv: CsvLog | None, text: str) -> None:
+    def _note(self, csv: RowLog | None, text: str) -> None:
         """Put what the guard did into the row of the step before it, at once; before the first step, into its row."""
         self._told.append(text)
         if csv is not None and not csv.amend({THERMAL_COLUMN: "; ".join(self._told)}):
@@ -141,7 +141,7 @@ class Thermal:
         """Whether the run is to be aborted, by this process's own readings."""
         return bool(self.guards) and self._wish() == Wish.ABORT
 
-    def before_window(self, csv: CsvLog | None, save: Save, should_stop: Callable[[], bool]) -> bool:
+    def before_window(self, csv: RowLog | None, save: Save, should_stop: Callable[[], bool]) -> bool:
         """Return once it is cool enough; False where a signal came meanwhile. It may move the run to another device.
 
         Args:
@@ -163,7 +163,7 @@ class Thermal:
     def _wish(self) -> Wish:
         return self.guards[self.home].wish() if self.choice is None else self.choice.wish()
 
-    def _wait(self, csv: CsvLog | None, save: Save, should_stop: Callable[[], bool]) -> Wish:
+    def _wait(self, csv: RowLog | None, save: Save, should_stop: Callable[[], bool]) -> Wish:
         own = agreed = Wish.GO
 
         def wish() -> Wish:
@@ -187,7 +187,7 @@ class Thermal:
             log.warning("paused for %.1f s; %s at %s", seconds, what, self._celsius())
         return ended
 
-    def _settled(self, choice: DeviceChoice, csv: CsvLog | None, save: Save) -> bool:
+    def _settled(self, choice: DeviceChoice, csv: RowLog | None, save: Save) -> bool:
         before = choice.current
         if choice.settle(save) is None:
             return False
@@ -196,7 +196,7 @@ class Thermal:
             self._note(csv, f"switched to {choice.current} {self._celsius()}")
         return True
 
-    def _abort(self, csv: CsvLog | None) -> None:
+    def _abort(self, csv: RowLog | None) -> None:
         self._note(csv, f"aborted {self._celsius(ThermalState.ABORTED)}")
         hot = next((g for g in self.guards.values() if g.state == ThermalState.ABORTED), None)
         checkpoint = None

@@ -17,7 +17,7 @@ from .result import FitResult
 from .switch import DeviceSwitch
 from .thermal import Thermal
 
-__all__ = ["thermal_from_config"]
+__all__ = ["thermal_from_config", "thermal_on_device"]
 
 
 def thermal_from_config(
@@ -47,18 +47,41 @@ def thermal_from_config(
     ...
     ValueError: gpu_temp_guard has no source of temperatures: gpu_metrics_backend is none; set it to nvml ...
     """
+    if devices is not None and not config.switch_on_thermal:
+        raise ValueError("thermal_devices have no effect without switch_on_thermal; set it to true")
+    home = str(amp.device)
+    if not config.switch_on_thermal:
+        return thermal_on_device(config, home, result, source, newest_good)
+    names = _device_names(config, home, devices)
+    return _thermal(config, names, result, source, newest_good, DeviceSwitch(amp, cursor))
+
+
+def thermal_on_device(
+    config: TrainConfig,
+    device: str,
+    result: FitResult,
+    source: Any = None,
+    newest_good: Callable[[], str | None] = lambda: None,
+) -> Thermal | None:
+    """As ``thermal_from_config``, for a run that stays on ``device``, whoever's loop it is."""
+    return _thermal(config, (device,), result, source, newest_good)
+
+
+def _thermal(
+    config: TrainConfig,
+    names: Sequence[str],
+    result: FitResult,
+    source: Any,
+    newest_good: Callable[[], str | None],
+    switch: DeviceSwitch | None = None,
+) -> Thermal | None:
     if config.nvml_device_index is not None and config.gpu_metrics_backend == "none":
         raise ValueError(
             f"nvml_device_index={config.nvml_device_index} has no effect with gpu_metrics_backend=none; set it to nvml"
         )
-    if devices is not None and not config.switch_on_thermal:
-        raise ValueError("thermal_devices have no effect without switch_on_thermal; set it to true")
-    home = str(amp.device)
-    names = _device_names(config, home, devices) if config.switch_on_thermal else (home,)
-    sources = _sources(config, home, names, source)
+    sources = _sources(config, names[0], names, source)
     if not sources:
         return None
-    switch = DeviceSwitch(amp, cursor) if config.switch_on_thermal else None
     given = source.values() if isinstance(source, Mapping) else (source,)
     ours = [s for s in sources.values() if isinstance(s, GpuMonitor) and all(s is not g for g in given)]
     return Thermal(config, result, sources, switch=switch, devices=names, closing=ours, newest_good=newest_good)
@@ -83,7 +106,7 @@ def _sources(config: TrainConfig, home: str, names: Sequence[str], given: Any) -
     if home not in sources:
         raise ValueError(
             "gpu_temp_guard has no source of temperatures: gpu_metrics_backend is none; set it to nvml "
-            "(--gpu-metrics-backend nvml), or pass thermal_source to SafeTrainer"
+            "(--gpu-metrics-backend nvml), or pass a thermal_source"
         )
     own = sources[home]
     if isinstance(own, GpuMonitor) and own.read().temperature_c is None:

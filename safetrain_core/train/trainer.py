@@ -12,7 +12,7 @@ from torch import nn
 
 from ..config import TrainConfig
 from ..diagnose.running import RunningDoctor
-from ..distributed import PAUSE, agree, is_main, rank, world_size
+from ..distributed import PAUSE, agree, rank, world_size
 from ..errors import TrainingFailed
 from ..records import BASE_COLUMNS, GRADIENT_COLUMNS, StepLog
 from ..step.deferred import DeferredSteps, can_defer
@@ -24,7 +24,8 @@ from .retries import Retries
 from .safe_state import SafeState
 from .setup import amp_from_config, seed_everything
 from .signals import StopSignals
-from .telemetry import Attempt, CsvLog, block_columns, blocks_of, gradient_cells, row_cells
+from .sinks import RowLog, Sink, open_rows
+from .telemetry import Attempt, block_columns, blocks_of, gradient_cells, row_cells
 from .thermal_setup import thermal_from_config
 from .validation import validate
 
@@ -57,6 +58,7 @@ class SafeTrainer:
             a ``GpuReading``, or None for unknown. A mapping from device to source for several devices.
         thermal_devices: where ``switch_on_thermal`` may move the run, by preference, the model's own device first.
             While ``nan_check_interval`` is above 1, a pause or a switch waits for the look, an abort does not.
+        sinks: get the rows of the CSV log too, for example ``adapters.tensorboard.TensorBoardSink``.
 
     ``fit()`` seeds Python, NumPy and torch with ``config.seed``, so that two runs of one config are the same run.
 
@@ -86,12 +88,14 @@ class SafeTrainer:
         blocks: Mapping[str, Any] | None = None,
         thermal_source: Any = None,
         thermal_devices: Sequence[Any] | None = None,
+        sinks: Sequence[Sink] = (),
     ) -> None:
         batches = len(train_loader) if isinstance(train_loader, Sized) else None
         for name, loader in (("train_loader", train_loader), ("val_loader", val_loader)):
             if isinstance(loader, Sized) and len(loader) == 0:
                 raise ValueError(f"{name} is empty (0 batches); give it at least one batch")
         self.model, self.config, self.val_loader, self.on_row = model, config, val_loader, on_row
+        self._sinks = sinks
         self.amp = amp_from_config(model, config, loss_fn, batches)
         self.state = self.amp.counters
         self.result = FitResult(state=self.state)
@@ -174,7 +178,7 @@ class SafeTrainer:
         result.status = "completed" if result.signal is None else "interrupted"
         return result
 
-    def _run(self, csv: CsvLog | None) -> None:
+    def _run(self, csv: RowLog | None) -> None:
         keeper = self._keeper
         if self._safe is not None:
             self._safe.capture()
@@ -204,7 +208,7 @@ class SafeTrainer:
         self._keeper.save()
         self._keeper.checkpoints.wait()
 
-    def _one_pass(self, csv: CsvLog | None) -> bool:
+    def _one_pass(self, csv: RowLog | None) -> bool:
         """Windows from the present data position on; True when a loss jump has put it back, and it is to begin anew."""
         for window in self._cursor.windows(epochs=1 if self.config.max_steps is None else None):
             start = (self.state.epoch, self.state.batch_in_epoch - len(window))
@@ -222,7 +226,7 @@ class SafeTrainer:
                 return False
         return False
 
-    def _cool(self, csv: CsvLog | None) -> bool:
+    def _cool(self, csv: RowLog | None) -> bool:
         """Wait while the thermal guard holds the run; False where a signal came, ``ThermalAbort`` where it ends it."""
         thermal = self._thermal
         if thermal is None:
@@ -257,14 +261,11 @@ class SafeTrainer:
     def _next_step(self) -> int:
         return self.state.step + len(self._waiting) + 1
 
-    def _open_log(self, stack: contextlib.ExitStack) -> CsvLog | None:
-        path = self.config.csv_log_path
-        if path is None or not is_main():
-            return None
+    def _open_log(self, stack: contextlib.ExitStack) -> RowLog | None:
         heat = self._thermal.columns if self._thermal is not None else []
         columns = [*BASE_COLUMNS, *GRADIENT_COLUMNS, *block_columns(self._blocks), *heat]
-        rotate, after = self.config.csv_rotate_on_schema_change, self.state.step if self._continues else None
-        return stack.enter_context(CsvLog(path, columns, rotate=rotate, resume_after=after))
+        after = self.state.step if self._continues else None
+        return stack.enter_context(open_rows(self.config, columns, self._sinks, resume_after=after))
 
     def _attempt(self, window: list[tuple[Any, Any]], begin: tuple[int, int]) -> list[StepLog]:
         """Attempt one step; the rows that are known now: its own, none yet, or all since the last look."""
@@ -288,7 +289,7 @@ class SafeTrainer:
         self._waiting.append(Attempt(begin, samples, time.perf_counter() - start, cells))
         return rows
 
-    def _take_in(self, rows: list[StepLog], csv: CsvLog | None) -> bool:
+    def _take_in(self, rows: list[StepLog], csv: RowLog | None) -> bool:
         """Validate where due, log the rows, spend retries; then go back to a safe state, or keep a new one.
 
         True when the data position was put back too.

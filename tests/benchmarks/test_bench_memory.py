@@ -17,6 +17,7 @@ from safetrain_core import (
 )
 from safetrain_core.memory.count import Counter
 
+AREA = "memory"
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "math": SDPBackend.MATH}
 
 #: layers, width, heads, sequence, batch, vocabulary
@@ -64,23 +65,26 @@ def test_predicted_against_counted_peak(claim, attention):
             worst_flops = max(worst_flops, abs(option.overhead - cost.overhead))
             told.append(f"{option.name.replace('every_k, ', '')} {cost.activation_bytes / 1e6:.2f} MB x {ratio:.3f}")
         print(f"{'-'.join(map(str, shape)):<20}", "; ".join(told))
-    claim(f"predicted / counted peak bytes, {attention}, largest error", worst_bytes, "<=", 0.10)
+    claim(f"predicted against counted peak bytes, {attention}, largest error", 100 * worst_bytes, "<=", 10, "%")
     claim(f"predicted - counted recompute overhead, {attention}", worst_flops, "<=", 1e-9)
 
 
 def test_what_the_policies_save_and_cost(claim):
     at_128, at_192 = SHAPES[-2], SHAPES[-1]
     plain, full, sqrt = (count(at_128, policy) for policy in ("none", "full", "sqrt"))
-    claim("full: bytes kept / none, math, 16 layers, seq 128", full.kept_bytes / plain.kept_bytes, "<=", 0.06)
-    claim("full: peak / none (1/16 is the floor)", full.activation_bytes / plain.activation_bytes, "<=", 0.14)
-    claim("full: FLOPs recomputed / plain step", full.overhead, "<=", 0.26)
-    claim("sqrt: peak / none", sqrt.activation_bytes / plain.activation_bytes, "<=", 0.30)
+    share = 100 / plain.activation_bytes
+    kept = 100 * full.kept_bytes / plain.kept_bytes
+    claim("full: bytes kept / none, math, 16 layers, seq 128", kept, "<=", 6, "%")
+    claim("full: peak / none (1/16 is the floor)", full.activation_bytes * share, "<=", 14, "%")
+    claim("full: FLOPs recomputed / plain step", 100 * full.overhead, "<=", 26, "%")
+    claim("sqrt: peak / none", sqrt.activation_bytes * share, "<=", 30, "%")
     plain, selective = (count(at_192, policy) for policy in ("none", "selective"))
-    claim("selective: peak / none, seq 192", selective.activation_bytes / plain.activation_bytes, "<=", 0.50)
-    claim("selective: FLOPs recomputed / plain step", selective.overhead, "<=", 0.06)
+    peak = 100 * selective.activation_bytes / plain.activation_bytes
+    claim("selective: peak / none, seq 192", peak, "<=", 50, "%")
+    claim("selective: FLOPs recomputed / plain step", 100 * selective.overhead, "<=", 6, "%")
     plain, ops = (count(at_128, policy, attention="flash") for policy in ("none", "selective_ops"))
-    claim("selective_ops: peak / none, flash", ops.activation_bytes / plain.activation_bytes, "<=", 0.75)
-    claim("selective_ops: FLOPs recomputed / plain step", ops.overhead, "<=", 0)
+    claim("selective_ops: peak / none, flash", 100 * ops.activation_bytes / plain.activation_bytes, "<=", 75, "%")
+    claim("selective_ops: FLOPs recomputed / plain step", 100 * ops.overhead, "<=", 0, "%")
 
 
 def unequal_gpt():
@@ -148,6 +152,6 @@ def test_beside_ckptplan(claim):
                 dearer = max(dearer, ours.recompute_flops / theirs.recompute_flops if theirs.recompute_flops else 1.0)
         print(line)
     apply_recompute(model, "none")
-    claim("budgets that ckptplan meets and ours does not", missed, "<=", 0)
-    claim("our recompute FLOPs / ckptplan's where it meets the budget, largest", dearer, "<=", 1.0)
-    claim("of 10 plans of ckptplan, those that met their budget", met, ">=", 1)
+    claim("budgets that ckptplan meets and ours does not", missed, "<=", 0, "of 10")
+    claim("our recompute FLOPs / ckptplan's where it meets the budget, largest", dearer, "<=", 1.0, "x")
+    claim("plans of ckptplan that met their budget", met, ">=", 1, "of 10")

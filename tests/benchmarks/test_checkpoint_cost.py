@@ -15,6 +15,8 @@ from measure import paired_ratio
 from safetrain_core import Checkpoints, atomic_save
 from safetrain_core.checkpoint.single import read_checkpoint
 
+AREA = "checkpoint"
+
 
 @pytest.fixture
 def disk():
@@ -40,7 +42,7 @@ def test_saving_400_mb_with_its_sum(claim, disk, state):
     ratio = paired_ratio(
         lambda: atomic_save(state, disk / "ours.pt"), lambda: plain_save(state, disk / "theirs.pt"), rounds=15, warmup=2
     )
-    claim("atomic_save / torch.save + fsync, 400 MB", ratio, "<=", 1.10)
+    claim("atomic_save / torch.save + fsync, 400 MB", ratio, "<=", 1.10, "x")
 
 
 def test_verify_and_load(claim, disk, state):
@@ -51,7 +53,7 @@ def test_verify_and_load(claim, disk, state):
         rounds=15,
         warmup=2,
     )
-    claim("verify and load / torch.load, 400 MB", ratio, "<=", 1.35)
+    claim("verify and load / torch.load, 400 MB", ratio, "<=", 1.35, "x")
 
 
 def test_an_asynchronous_save_stalls_for_a_part_of_the_synchronous(claim, disk, state):
@@ -65,7 +67,7 @@ def test_an_asynchronous_save_stalls_for_a_part_of_the_synchronous(claim, disk, 
         start = time.perf_counter()
         now.save(state, step)
         saves.append(time.perf_counter() - start)
-    claim("asynchronous save's stall / synchronous save", sorted(stalls)[3] / sorted(saves)[3], "<=", 0.25)
+    claim("asynchronous save's stall / synchronous save", sorted(stalls)[3] / sorted(saves)[3], "<=", 0.25, "x")
 
 
 def test_a_save_holds_no_second_copy(claim, disk, state):
@@ -82,7 +84,7 @@ atomic_save(state, r"{disk}/a.pt")
 print(memory("VmHWM") - before)
 """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    claim("extra peak memory of a 400 MB save, MiB", float(told), "<=", 64)
+    claim("extra peak memory of a 400 MB save", float(told), "<=", 64, "MiB")
 
 
 def test_five_hundred_kills(claim, tmp_path):
@@ -94,5 +96,4 @@ def test_five_hundred_kills(claim, tmp_path):
         check=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    print("\n" + done.stdout)
-    claim("kills in 500 that lost the previous checkpoint", 500 - int(done.stdout.split()[2]), "<=", 0)
+    claim("kills that lost the previous checkpoint", 500 - int(done.stdout.split()[2]), "<=", 0, "of 500")

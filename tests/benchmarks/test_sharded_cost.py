@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -11,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from measure import paired_ratio
+from measure import Measured, paired_ratio
 
 from safetrain_core import load_sharded, save_sharded
 
+AREA = "sharded"
 RANKS = 4
 
 
@@ -45,7 +45,7 @@ def test_saving_four_shards_of_64_mb_with_their_sums(claim, disk, states):
     ratio = paired_ratio(
         lambda: save_sharded(states, disk / "ours", step=1), lambda: plain_saves(states, disk), rounds=15, warmup=2
     )
-    claim("save_sharded / four torch.save + fsync in turn, 4 x 64 MB", ratio, "<=", 1.15)
+    claim("save_sharded / four torch.save + fsync in turn, 4 x 64 MB", ratio, "<=", 1.15, "x")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -62,7 +62,7 @@ def test_loading_and_verifying_four_shards_of_64_mb(claim, disk, states):
         pair = (plain_loads, lambda: load_sharded(disk / "ours", RANKS))
         first, second = map(seconds_in_a_child, pair if i % 2 else pair[::-1])
         ratios.append(second / first if i % 2 else first / second)
-    claim("load_sharded / four torch.load, 4 x 64 MB", statistics.median(ratios), "<=", 1.35)
+    claim("load_sharded / four torch.load, 4 x 64 MB", Measured.of(ratios), "<=", 1.35, "x")
 
 
 def seconds_in_a_child(load):
@@ -94,5 +94,5 @@ manifest = save_sharded(states, r"{disk}/large", step=1)
 print(memory("VmHWM") - before, sum(s.size_bytes for s in manifest.shards) / flat.nbytes)
 """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    claim("extra peak memory of save_sharded, 4 x 64 MB, MiB", float(told[0]), "<=", 64)
-    claim("bytes on the disk / bytes of the state", float(told[1]), "<=", 1.001)
+    claim("extra peak memory of save_sharded, 4 x 64 MB", float(told[0]), "<=", 64, "MiB")
+    claim("bytes on the disk / bytes of the state", float(told[1]), "<=", 1.001, "x")

@@ -1,7 +1,8 @@
 """Labelled runs: each symptom that a log can show is found, healthy runs are left alone, and every finding is whole."""
 
 import pytest
-from corpus import BROKEN, HEALTHY, TUNING, broken, healthy
+from corpus import HEALTHY, TUNING, broken, healthy
+from damaged import LABELS, broken_log
 
 from safetrain_core import diagnose
 from safetrain_core.diagnose.finding import SEVERITIES
@@ -13,13 +14,12 @@ def worst_rules(found):
     return {finding.rule for finding in found if finding.severity != "info"}
 
 
-@pytest.mark.parametrize("label", BROKEN)
-def test_every_symptom_is_found_in_every_seed(label):
-    rules = BROKEN[label][1]
+@pytest.mark.parametrize("label", LABELS)
+def test_every_symptom_is_found_in_every_seed(label, tmp_path):
     for seed in SEEDS:
-        rows, baseline = broken(label, seed)
-        found = diagnose(rows, baseline=baseline)
-        assert worst_rules(found) & rules, (label, seed, [str(f) for f in found])
+        baseline = broken_log(label, seed, tmp_path / f"{seed}.csv")
+        found = diagnose(tmp_path / f"{seed}.csv", baseline=baseline)
+        assert worst_rules(found) & LABELS[label], (label, seed, [str(f) for f in found])
 
 
 def test_of_a_hundred_healthy_runs_two_at_most_get_an_error():
@@ -44,10 +44,10 @@ def test_a_healthy_run_says_so_and_says_what_was_looked_for_and_what_was_not():
     assert not {"nan_stays", "scale_never_moves"} <= set(said.cause.replace(",", "").split())
 
 
-def test_a_finding_has_evidence_cause_fix_and_a_lesson_that_exists():
-    for label in BROKEN:
-        rows, baseline = broken(label, 1)
-        for finding in diagnose(rows, baseline=baseline):
+def test_a_finding_has_evidence_cause_fix_and_a_lesson_that_exists(tmp_path):
+    for label in LABELS:
+        baseline = broken_log(label, 1, tmp_path / "log.csv")
+        for finding in diagnose(tmp_path / "log.csv", baseline=baseline):
             assert finding.symptom
             assert finding.cause
             assert finding.fix

@@ -61,6 +61,18 @@ def test_random_states_left_behind_are_named(kind):
     assert probed(kind, not_loaded=("rng",)) - {"resume_at_wrong_data"} == {"resume_without_rng"}
 
 
+def test_words_and_evidence_name_the_same_step():
+    """A draw after the restore: the first step after the five that were saved is the sixth."""
+
+    def early(run, path):
+        load(run, path)
+        torch.rand(1)
+
+    (found,) = probe_resume(save, early, step, Kind("dropout").make, steps_after=1)
+    assert "from step 6 on" in found.symptom
+    assert found.evidence[0].step == 6
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_a_lost_data_position_is_named(kind):
     """In mid-epoch the position matters; the random states, put back, do not make it good."""

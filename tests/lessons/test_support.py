@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 from support import environment, index, params, report
+from support.doctor import told
+
+from safetrain_core import Finding
 
 
 @pytest.fixture
@@ -151,3 +154,15 @@ def test_a_lesson_to_come_is_plain_text_and_becomes_a_link_when_it_is_there(
     (tmp_path / "02_accumulation.py").write_text("")
     assert index.link("02_accumulation") == "[lesson 02](02_accumulation.ipynb)"
     assert "[Gradient accumulation](02_accumulation.ipynb)" in index.nav("01_clipping_amp")
+
+
+def test_the_doctors_long_sentences_are_broken_between_words_and_only_where_no_number_varies() -> None:
+    finding = Finding(
+        "the loss rose 3.52 times " + "and more " * 20, "x", "error", (), "because it " * 20, "mend " * 30
+    )
+    lines = told(finding).splitlines()
+    assert lines[0].startswith("ERROR the loss rose ~3.52 times")
+    assert len(lines[0]) > 92
+    assert all(len(line) <= 92 for line in lines[1:])
+    assert [line[:12].strip() for line in lines[1:]] == ["cause", "", "", "fix", ""]
+    assert " ".join(" ".join(lines[1:4]).split()) == ("cause " + "because it " * 20).strip()

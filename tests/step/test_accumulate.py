@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from measure import CountsSync
 from torch import nn
 
 from safetrain_core import AmpTrainState, MiniGPT, MiniGPTConfig, next_token_loss
@@ -61,26 +62,6 @@ def test_the_undivided_loss_steps_k_times_too_far():
         next_token_loss(wrong(x), y).backward()
     ratio = nn.utils.get_total_norm(gradients(wrong).values()) / nn.utils.get_total_norm(gradients(right).values())
     assert ratio.item() == pytest.approx(4.0, rel=1e-4)
-
-
-class CountsSync(nn.Linear):
-    """Stands where a data-parallel wrapper would: counts how often its gradients would be reduced."""
-
-    def __init__(self):
-        super().__init__(3, 1)
-        self.synced, self.local = 0, False
-        self.weight.register_hook(self.on_backward)
-
-    def on_backward(self, grad):
-        self.synced += not self.local
-
-    @contextlib.contextmanager
-    def no_sync(self):
-        self.local = True
-        try:
-            yield
-        finally:
-            self.local = False
 
 
 @pytest.mark.parametrize(("until_last", "syncs"), [(True, 1), (False, 5)])

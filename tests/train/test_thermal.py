@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hot import Card, at, loader, make, model, pausing, rows_of, same
-from measure import Watch
+from hot import Card, at, counted, loader, make, model, pausing, rows_of, same
 from torch import nn
 
 from safetrain_core import GpuReading, SafeTrainer, SimulatedCard, ThermalAbort, TrainConfig
@@ -224,16 +223,6 @@ def test_a_save_that_fails_stops_a_pause_and_does_not_stop_an_abort(tmp_path):
         trainer._keeper.checkpoints.save = full
         with pytest.raises(error, match="disk full" if error is OSError else "96 C"):
             trainer.fit()
-
-
-def counted(guard):
-    """Host reads of 20 steps, and who asked the source."""
-    torch.manual_seed(0)
-    card = Card() if guard else None
-    _, trainer = make(None, card, max_steps=20, telemetry_log_interval=1)
-    with Watch(trainer.amp.optimizer) as watch:
-        trainer.fit()
-    return sum(watch.reads.values()), watch.ops.total(), card
 
 
 def test_the_guard_costs_no_host_read_no_operation_and_no_reading_in_a_step():
