@@ -695,7 +695,7 @@ claim(
     round(everything) == 24 and round(rotated) == 5,
     "without rotation the disk fills; with it, not",
 )
-three_more = 3 * growth[10_000][0]  # as if the disk had room for these
+three_more = 7 * growth[10_000][0] // 2  # as if the disk had room for these
 found = verify_checkpoints(folder / "keep10000", free_bytes=three_more).findings
 doctor(found, "no_rotation")
 

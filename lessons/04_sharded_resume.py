@@ -51,6 +51,7 @@
 from support import (
     about,
     claim,
+    doctor,
     finish,
     knob,
     lesson_args,
@@ -85,12 +86,14 @@ import torch
 from safetrain_core import (
     CHECKPOINT_STEP,
     CheckpointError,
+    diagnose,
     launch,
     load_shard,
     load_sharded,
     reshard,
     rotate_checkpoints,
     save_sharded,
+    verify_checkpoints,
 )
 from safetrain_core.checkpoint.folders import all_checkpoints
 
@@ -197,6 +200,14 @@ if rare is not None:
     )
 
 # %% [markdown]
+# And the doctor? From the log it can tell no more than you can:
+
+# %%
+if rare is not None:
+    late.train(2)
+    claim(diagnose(late.rows)[0].rule == "nan_stays", "the doctor, from the log: nan_stays")
+
+# %% [markdown]
 # The kilobyte was the end of AdamW's second moments, and there the last rows of the token embedding are: the rarest characters. Their weights became NaN with the
 # first update. No loss shows it until one of them is in a batch. In a real vocabulary of 100,000 tokens that takes longer, and by then rotation has deleted
 # what was whole. The guarded step of lesson 01 would refuse that batch, and every later one with such a token; heal the weights it cannot.
@@ -229,6 +240,7 @@ claim(
     all(left.mixed for left in between),
     "a loader without sums would take it, and mix two steps",
 )
+doctor(verify_checkpoints(folder / "in_place_1").findings, "sha256_mismatch")
 
 # %% [markdown]
 # Each rename is atomic; all of them together are not. The sums save you from training on a mixture, but not from having lost both checkpoints.
@@ -368,6 +380,7 @@ for rank, (saved, back) in enumerate(zip(states, reloaded, strict=True)):
     )
     claim(same, f"rank {rank}: {len(lab.tensors_of(back))} tensors come back byte for byte")
 claim(on_disk == hand_sums, "the very bytes that save_by_hand wrote")
+claim(not verify_checkpoints(good, RANKS).findings, "and the doctor finds nothing in it")
 
 # %% [markdown]
 # And the run? Everything made anew, loaded from those, trained to the end.
@@ -387,14 +400,15 @@ claim(
 # %% [markdown]
 # ### Six ways to fail
 #
-# Now break it: a copy of that folder for each fault. Predict the message of each before you run the cell.
+# Now break it: a copy of that folder for each fault. Predict the message of each before you run the cell. After it stands the doctor's
+# name for it: a load stops at the first thing that is wrong, `safetrain verify` looks at everything.
 
 # %%
 my_guess = ""
 
 
 # %%
-def refused(what, sign, spoil, world_size=RANKS):
+def refused(what, sign, spoil, rule, world_size=RANKS):
     broken = folder / "broken" / f"step_{AT}"
     shutil.rmtree(broken, ignore_errors=True)
     shutil.copytree(good, broken)
@@ -407,35 +421,58 @@ def refused(what, sign, spoil, world_size=RANKS):
         claim(sign in str(error), sign)
     else:
         claim(False, f"{what}: it loads, and should not")
+    found = verify_checkpoints(broken, world_size).findings
+    claim(found[0].rule == rule, f"the doctor: {rule}")
 
 
-refused(f"loaded on {2 * RANKS} ranks", "world_size mismatch", lambda f: None, 2 * RANKS)
-last = RANKS - 1
 refused(
-    f"rank {last} is a kilobyte short, as in section 2",
-    f"sha256 mismatch on rank {last}",
-    lambda f: lab.truncate(f / f"rank{last}.bin", lab.CUT),
+    f"loaded on {2 * RANKS} ranks",
+    "world_size mismatch",
+    lambda f: None,
+    "world_size_mismatch",
+    2 * RANKS,
 )
 refused(
     "one bit of rank 0 is turned over",
     "sha256 mismatch on rank 0",
     lambda f: lab.flip(f / "rank0.bin", 5000),
+    "sha256_mismatch",
 )
 refused(
     "rank 1 was not copied along",
     "shard file missing",
     lambda f: (f / "rank1.bin").unlink(),
+    "shard_file_missing",
 )
 refused(
-    "somebody else's format", "unknown schema", lambda f: lab.edited(f, schema="weights-2")
+    "somebody else's format",
+    "unknown schema",
+    lambda f: lab.edited(f, schema="weights-2"),
+    "unknown_schema",
 )
 refused(
-    "a version to come", "unknown schema", lambda f: lab.edited(f, schema="ckpt.shards.v9")
+    "a version to come",
+    "unknown schema",
+    lambda f: lab.edited(f, schema="ckpt.shards.v9"),
+    "unknown_schema",
 )
 
 # %% [markdown]
 # Those are four of the six. The fifth was NaN a hundred steps after a resume: a partial shard behind a manifest. A kill cannot leave that any more, since the
-# manifest comes last; a disk or a copy can, and then it is the second line above. The sixth is a disk that is full; it follows in section 5.
+# manifest comes last; a disk or a copy can:
+
+# %%
+last = RANKS - 1
+refused(
+    f"rank {last} is a kilobyte short, as in section 2",
+    f"sha256 mismatch on rank {last}",
+    lambda f: lab.truncate(f / f"rank{last}.bin", lab.CUT),
+    "partial_shard",
+)
+doctor(verify_checkpoints(folder / "broken").findings, "partial_shard")
+
+# %% [markdown]
+# That is what no log could tell. The sixth is a disk that is full; it follows in section 5.
 # Three more that are not in the list, because people do edit manifests, and files do get mixed up:
 
 # %%
@@ -445,16 +482,19 @@ refused(
     "a path that leads out of the folder",
     "refused unopened",
     lambda f: lab.edited(f, shards=elsewhere),
+    "damaged_manifest",
 )
 refused(
     "two shards have changed places",
     "sha256 mismatch on rank 0",
     lambda f: lab.swap(f / "rank0.bin", f / "rank1.bin"),
+    "sha256_mismatch",
 )
 refused(
     "the manifest was never written",
     "never finished",
     lambda f: (f / "manifest.json").unlink(),
+    "damaged_manifest",
 )
 stray = folder / "stray"
 shutil.copytree(good, stray)
@@ -669,6 +709,9 @@ claim(
     round(growth[kept][-1] / growth[kept][0]) == 5,
     "with it, five checkpoints' worth is all",
 )
+three_more = 7 * growth[everything][0] // 2  # as if the disk had room for these
+found = verify_checkpoints(everything, free_bytes=three_more).findings
+doctor(found, "no_rotation")
 
 # %% [markdown]
 # A folder of checkpoints never holds checkpoints alone. Here are two saves that were killed in the middle, step 75 and step 130, and somebody's notes. Predict: with

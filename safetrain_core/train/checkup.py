@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.atomic import StrPath
-from ..checkpoint.folders import FOLDER_NAME
+from ..checkpoint.folders import FOLDER_NAME, TEMPORARY
 from ..checkpoint.inspection import Fault, Inspected, look_at
 from ..checkpoint.listing import checkpoints_in, leftovers_in, unfinished_in
 from ..checkpoint.rolling import NAME, step_in
@@ -23,6 +23,8 @@ from ..diagnose.load_failures import LOAD_FAILURES
 
 __all__ = ["Checkup", "Lost", "verify_checkpoints"]
 
+#: Faults with which nobody knows what a checkpoint consists of.
+UNREAD = {"damaged_manifest", "unknown_schema"}
 #: More checkpoints than this in a folder whose config.yaml does not say how many are kept: nothing rotates them.
 MANY = 20
 #: Without room for this many saves more, fewer checkpoints than that are too many, too.
@@ -114,11 +116,14 @@ def verify_checkpoints(path: StrPath, world_size: int | None = None, *, free_byt
         raise ValueError(f"{path} does not exist; name a checkpoint or a folder with some")
     if world_size is not None and world_size < 1:
         raise ValueError(f"world_size={world_size} must be at least 1")
-    cut, leftovers = tuple(unfinished_in(path)), tuple(leftovers_in(path))
+    cut = tuple(unfinished_in(path))
     listed = checkpoints_in(path)
     if not listed and not cut:
         raise ValueError(f"{path} holds no checkpoint (*.pt, or folders step_*); name another folder")
     checkpoints = tuple(look_at(file) for file in listed)
+    # A manifest that cannot be read names nothing: its shards are no leftovers, whatever their names.
+    unread = {one.path for one in checkpoints if any(fault.kind in UNREAD for fault in one.faults)}
+    leftovers = tuple(p for p in leftovers_in(path) if p.parent not in unread or TEMPORARY.fullmatch(p.name))
     single = listed == [path]
     rolling = [one for one in checkpoints if single or _is_rolling(one.path)]
     latest = max((one for one in rolling if one.whole), key=_order, default=None)

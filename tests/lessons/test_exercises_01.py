@@ -3,39 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any
+from typing import ClassVar
 
-import pytest
 import torch
-import torch.nn.functional as F
-from exercises import HINT, LESSONS, defined, exercise_cells, solution_of
-from support import checks_01
+from exercises import Exercises, exercises_of
+from support.toy import sensor_batches
 
-from safetrain_core import AmpTrainState, clip_global_l2_norm, has_non_finite_grad
+from safetrain_core import AmpTrainState
 
-SCRIPT = LESSONS / "01_clipping_amp.py"
-NAMES = {
-    **vars(checks_01),
-    "say": print,
-    "torch": torch,
-    "F": F,
-    "clip_global_l2_norm": clip_global_l2_norm,
-    "has_non_finite_grad": has_non_finite_grad,
-}
-EXERCISES = [("clip", checks_01.check_clip), ("next_scale", checks_01.check_next_scale), ("loop", checks_01.check_loop)]
-
-
-@pytest.mark.parametrize(("number", "name", "check"), [(i, *e) for i, e in enumerate(EXERCISES)])
-def test_check_turns_away_the_stub_and_accepts_the_solution(number: int, name: str, check: Callable[..., str]) -> None:
-    stub, markdown = exercise_cells(SCRIPT)[number]
-    assert check(defined(stub, name, NAMES)).startswith("Not yet: ")
-    assert check(defined(solution_of(markdown), name, NAMES)).startswith("Right: ")
-    assert len(HINT.findall(markdown)) == 2
-
-
-def test_lesson_has_the_three_exercises() -> None:
-    assert len(exercise_cells(SCRIPT)) == len(EXERCISES)
+A, B, C = exercises_of("01_clipping_amp")
 
 
 def clip_each_tensor(grads: list[torch.Tensor], max_norm: float) -> tuple[float, float]:
@@ -72,25 +48,6 @@ def sum_of_norms(grads: list[torch.Tensor], max_norm: float) -> tuple[float, flo
     return norm, min(norm, max_norm)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "helps"),
-    [
-        (clip_each_tensor, "one norm over all tensors"),
-        (clip_each_value, "cut off at 1"),
-        (clip_always, "only ever shrinks"),
-        (clip_copies, "in place"),
-        (sum_of_norms, "Square every element"),
-        (lambda grads, max_norm: None, "returned None"),
-        (lambda grads, max_norm: 1 / 0, "ZeroDivisionError"),
-        (lambda grads, max_norm: "7", "Return two numbers"),
-    ],
-)
-def test_check_clip_says_what_is_wrong(wrong: Callable[..., Any], helps: str) -> None:
-    verdict = checks_01.check_clip(wrong)
-    assert verdict.startswith("Not yet: ")
-    assert helps in verdict
-
-
 def halve_on_every_skip(scale: float, clean: int, reason: str | None, interval: int) -> tuple[float, int]:
     if reason is not None:
         return scale / 2, 0
@@ -125,28 +82,9 @@ def count_on_after_doubling(scale: float, clean: int, reason: str | None, interv
     return (scale * 2 if clean + 1 == interval else scale), clean + 1
 
 
-@pytest.mark.parametrize(
-    ("wrong", "helps"),
-    [
-        (halve_on_every_skip, "did nothing wrong"),
-        (never_restart_the_count, "ends the clean stretch"),
-        (restart_on_every_skip, "keep both numbers"),
-        (never_double, "the factor doubles"),
-        (count_on_after_doubling, "a new stretch begins"),
-        (lambda scale, clean, reason, interval: scale, "Return a pair"),
-    ],
-)
-def test_check_next_scale_says_what_is_wrong(wrong: Callable[..., Any], helps: str) -> None:
-    verdict = checks_01.check_next_scale(wrong)
-    assert verdict.startswith("Not yet: ")
-    assert helps in verdict
-
-
 def test_the_rule_that_is_taught_is_the_one_that_the_scaler_follows() -> None:
-    rule = defined(solution_of(exercise_cells(SCRIPT)[1][1]), "next_scale", {})
+    (rule,) = B.defined(B.solution)
     state = AmpTrainState(torch.nn.Linear(16, 1), amp_dtype=torch.float16, init_scale=2.0**22, growth_interval=3)
-    from support.toy import sensor_batches
-
     scale, clean = state.scale, 0
     for x, y in sensor_batches(40, inf_at=15):
         row = state.step(x, y)
@@ -155,34 +93,42 @@ def test_the_rule_that_is_taught_is_the_one_that_the_scaler_follows() -> None:
     assert {row.skip_reason for row in state.log} == {None, "non_finite_grad", "non_finite_loss"}
 
 
-SOUND = solution_of(exercise_cells(SCRIPT)[2][1])
 UNSCALE = "        scaler.unscale_(optimizer)\n"
 CLIP = "        norm, _ = clip_global_l2_norm(model, max_norm=1.0)\n"
 SKIP = "        skipped = has_non_finite_grad(model)\n"
 LEAVE = "        if skipped:\n            rows.append((0.0, scale, True))\n            continue\n"
-LOOK = re.search(r"        if not loss.isfinite.*?continue\n", SOUND, re.DOTALL)[0]
+LOOK = re.search(r"        if not loss.isfinite.*?continue\n", C.solution, re.DOTALL)[0]
 
 
-def spoiled(old: str, new: str) -> str:
-    assert SOUND.count(old) == 1, f"the solution has changed: {old!r} is not in it once"
-    return SOUND.replace(old, new)
-
-
-@pytest.mark.parametrize(
-    ("code", "helps"),
-    [
-        (spoiled(UNSCALE + SKIP + CLIP, SKIP + CLIP + UNSCALE), "come before the unscaling"),
-        (spoiled("        scaler.update()\n", ""), "scaler.update()"),
-        (spoiled("        optimizer.zero_grad()\n", ""), "clear the gradients"),
-        (spoiled(LOOK, ""), "no factor could have saved it"),
-        (spoiled(CLIP, "        norm, _ = clip_global_l2_norm(model, max_norm=1e9)\n"), "not those of a correct loop"),
-        (spoiled("        rows.append((norm, scale, skipped))\n", ""), "one row"),
-        (spoiled(SKIP, SKIP + LEAVE), "end it in scaler.update()"),
-        (spoiled(SKIP, "        skipped = False\n"), "does not say that it was"),
-        (spoiled("scaler.step(optimizer)", "optimizer.step()"), "weights that are not finite"),
-    ],
-)  # fmt: skip
-def test_check_loop_says_what_is_wrong(code: str, helps: str) -> None:
-    verdict = checks_01.check_loop(defined(code, "loop", NAMES))
-    assert verdict.startswith("Not yet: ")
-    assert helps in verdict
+class TestLesson01(Exercises):
+    wrong: ClassVar = {
+        A: [
+            (clip_each_tensor, "one norm over all tensors"),
+            (clip_each_value, "cut off at 1"),
+            (clip_always, "only ever shrinks"),
+            (clip_copies, "in place"),
+            (sum_of_norms, "Square every element"),
+            (lambda grads, max_norm: None, "returned None"),
+            (lambda grads, max_norm: 1 / 0, "ZeroDivisionError"),
+            (lambda grads, max_norm: "7", "Return two numbers"),
+        ],
+        B: [
+            (halve_on_every_skip, "did nothing wrong"),
+            (never_restart_the_count, "ends the clean stretch"),
+            (restart_on_every_skip, "keep both numbers"),
+            (never_double, "the factor doubles"),
+            (count_on_after_doubling, "a new stretch begins"),
+            (lambda scale, clean, reason, interval: scale, "Return a pair"),
+        ],
+        C: [
+            ((UNSCALE + SKIP + CLIP, SKIP + CLIP + UNSCALE), "come before the unscaling"),
+            (("        scaler.update()\n", ""), "scaler.update()"),
+            (("        optimizer.zero_grad()\n", ""), "clear the gradients"),
+            ((LOOK, ""), "no factor could have saved it"),
+            ((CLIP, "        norm, _ = clip_global_l2_norm(model, max_norm=1e9)\n"), "not those of a correct loop"),
+            (("        rows.append((norm, scale, skipped))\n", ""), "one row"),
+            ((SKIP, SKIP + LEAVE), "end it in scaler.update()"),
+            ((SKIP, "        skipped = False\n"), "does not say that it was"),
+            (("scaler.step(optimizer)", "optimizer.step()"), "weights that are not finite"),
+        ],
+    }

@@ -37,6 +37,12 @@ def test_each_notebook_has_its_script(lessons_folder: Path) -> None:
         assert notebook.with_suffix(".py").is_file()
 
 
+def test_the_exercises_of_each_lesson_are_proved(script: Path) -> None:
+    exercises = '# %% tags=["exercise"]' in script.read_text(encoding="utf-8")
+    proved = (Path(__file__).parent / f"test_exercises_{script.stem[:2]}.py").is_file()
+    assert exercises == proved == (script.stem != "00_start_here")
+
+
 def test_each_notebook_names_the_kernel_that_jupyter_looks_for(script: Path) -> None:
     metadata = notebook_of(script).metadata
     assert metadata.kernelspec.name == "python3"

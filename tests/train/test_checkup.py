@@ -267,6 +267,16 @@ def test_cut_saves_and_leftovers_are_listed_with_their_bytes_and_are_no_error(tm
     assert told.lost is None
 
 
+@pytest.mark.parametrize("spoilt", ['{"schema": "ckpt.sha', '{"schema": "weights-2", "shards": []}'])
+def test_shards_beside_a_manifest_that_cannot_be_read_are_not_called_leftovers(tmp_path, spoilt):
+    folder = shards(tmp_path, 20, 2)
+    (folder / "manifest.json").write_text(spoilt)
+    (folder / ".rank0.bin.0123456789ab.tmp").write_bytes(b"y" * 10)
+    told = verify_checkpoints(folder)
+    assert rules(told)[0] in ("damaged_manifest", "unknown_schema")
+    assert [path.name for path in told.leftovers] == [".rank0.bin.0123456789ab.tmp"]
+
+
 def test_a_whole_folder_of_several_kinds_has_no_finding(tmp_path):
     one_file(tmp_path, 10), shards(tmp_path, 20, 3), dcp(tmp_path, 30)
     atomic_save({"weight": torch.ones(3)}, tmp_path / "final.pt")
