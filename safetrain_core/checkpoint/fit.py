@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointDoesNotFit, CheckpointError
+from ..records import TrainState
 from .atomic import StrPath
 from .model_state import model_state
+from .rng import check_rng_state
 
 __all__ = ["check_fit"]
 
@@ -17,10 +19,19 @@ __all__ = ["check_fit"]
 def check_fit(
     payload: dict[str, Any], path: StrPath, model: nn.Module, optimizer: torch.optim.Optimizer | None, scheduler: Any
 ) -> None:
-    """``CheckpointDoesNotFit`` where the payload is not of these objects; nothing is changed."""
+    """``CheckpointDoesNotFit`` where the payload is not of these objects, ``CheckpointError`` where it is damaged.
+
+    Nothing is changed.
+    """
     missing = {"model", "optimizer", "scheduler", "scaler", "state", "rng", "classes"} - payload.keys()
     if missing:
         raise CheckpointError(f"{path} lacks {', '.join(sorted(missing))}; it is not a checkpoint of this version")
+    try:
+        TrainState.from_dict(payload["state"])
+        if payload["rng"] is not None:
+            check_rng_state(payload["rng"])
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged: {error}; resume from an older checkpoint") from error
     _check_model(payload["model"], path, model)
     for name, part in (("optimizer", optimizer), ("scheduler", scheduler)):
         saved, here = payload["classes"].get(name), type(part).__name__

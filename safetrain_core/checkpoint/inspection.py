@@ -20,7 +20,7 @@ from .manifest import MANIFEST, SHARD_SCHEMA, ShardManifest, read_json
 from .sharded_read import AT_ONCE
 from .single import check_schema
 
-__all__ = ["Fault", "Inspected", "inspect", "look_at"]
+__all__ = ["Fault", "Inspected", "files_more", "inspect", "look_at"]
 
 #: The last 22 bytes of a zip archive without a comment begin so: of what torch.save alone has written.
 ARCHIVE_END = b"PK\x05\x06"
@@ -69,6 +69,15 @@ class Inspected:
     def whole(self) -> bool:
         """Whether nothing is wrong with it."""
         return not self.faults
+
+
+def files_more(count: int) -> str:
+    """How many more files a fault is found in.
+
+    >>> files_more(1), files_more(2)
+    ('1 more file', '2 more files')
+    """
+    return f"{count} more file{'s' * (count != 1)}"
 
 
 def inspect(path: StrPath) -> tuple[str, bool]:
@@ -143,7 +152,7 @@ def _folder(folder: Path) -> Inspected:
     faults, count = _faults_of_folder(folder, manifest)
     about = f"checkpoint {manifest.schema} of {manifest.world_size} ranks, step {manifest.step}, {count} files"
     if faults:
-        about = faults[0].told + (f"; {len(faults) - 1} more files" if len(faults) > 1 else "")
+        about = faults[0].told + (f"; {files_more(len(faults) - 1)}" if len(faults) > 1 else "")
     else:
         about += f", {sum(file.size_bytes for file in _files_of(manifest)):,} bytes"
     sharded = isinstance(manifest, ShardManifest)

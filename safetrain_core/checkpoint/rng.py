@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["capture_rng_state", "restore_rng_state"]
+__all__ = ["capture_rng_state", "check_rng_state", "restore_rng_state"]
 
 
 def capture_rng_state() -> dict[str, Any]:
@@ -46,20 +46,32 @@ def restore_rng_state(state: dict[str, Any]) -> None:
     ...
     ValueError: random state is missing or malformed (KeyError: 'python')
     """
+    python, numpy, cpu, cuda = check_rng_state(state)
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(cpu)
+    for device, saved in enumerate(cuda[: torch.cuda.device_count()] if torch.cuda.is_available() else []):
+        torch.cuda.set_rng_state(saved, device)
+
+
+def check_rng_state(state: Any) -> tuple[Any, Any, torch.Tensor, list[torch.Tensor]]:
+    """The states as Python, NumPy, torch and CUDA take them, tried on generators of their own.
+
+    Raises:
+        ValueError: a state is missing or malformed.
+
+    >>> [type(part).__name__ for part in check_rng_state(capture_rng_state())]
+    ['tuple', 'tuple', 'Tensor', 'list']
+    """
     try:
         version, numbers, gauss = state["python"]
         python = (version, tuple(numbers.tolist()), gauss)
         name, keys, position, has_gauss, cached = state["numpy"]
         numpy = (name, keys.numpy().astype(np.uint32), position, has_gauss, cached)
         cpu, cuda = state["torch"], state["cuda"]
-        # Tried on generators of their own first, so that a malformed state leaves the real ones alone.
         random.Random().setstate(python)
         np.random.RandomState().set_state(numpy)
         torch.Generator().set_state(cpu)
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise ValueError(f"random state is missing or malformed ({type(error).__name__}: {error})") from error
-    random.setstate(python)
-    np.random.set_state(numpy)
-    torch.set_rng_state(cpu)
-    for device, saved in enumerate(cuda[: torch.cuda.device_count()] if torch.cuda.is_available() else []):
-        torch.cuda.set_rng_state(saved, device)
+    return python, numpy, cpu, cuda

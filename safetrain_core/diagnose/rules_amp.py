@@ -176,10 +176,11 @@ def skip_rate(log: Log) -> list[Finding]:
 def _search_ends(flags: NDArray[np.float64], scale: NDArray[np.float64]) -> int:
     """Where the scaler has found its factor: behind a start in which every stretch was skipped by half or more.
 
-    It ends at the latest where the factor has come down to 1: what overflows there does so unscaled.
+    It ends at the latest where the factor has come down to 1, since what overflows there does so unscaled; and a log
+    whose whole length would be search shows no factor that was found.
     """
     least = np.flatnonzero(scale <= SCALE_LEAST)
-    most = min([SEARCH_MOST, len(flags), *least[:1].tolist()])
+    most = min([SEARCH_MOST, len(flags) // 2, *least[:1].tolist()])
     at = 0
     while at < most and (flags[at] > 0 or flags[at : at + SEARCH_ROWS].mean() >= 0.5):
         at += 1

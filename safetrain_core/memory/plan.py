@@ -119,9 +119,9 @@ def _size(count: float) -> str:
     """Bytes in words; a small model's are not 0.00 GB.
 
     >>> [_size(count) for count in (72e9, 12_345_678, 4_321_000, 12_300, 0)]
-    ['72.00 GB', '0.01 GB', '4.32 MB', '12.30 kB', '0.00 kB']
+    ['72.00 GB', '12.35 MB', '4.32 MB', '12.30 kB', '0.00 kB']
     """
-    unit, name = (1e9, "GB") if count >= 1e7 else (1e6, "MB") if count >= 1e5 else (1e3, "kB")
+    unit, name = (1e9, "GB") if count >= 1e9 else (1e6, "MB") if count >= 1e6 else (1e3, "kB")
     return f"{count / unit:.2f} {name}"
 
 

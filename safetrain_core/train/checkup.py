@@ -13,7 +13,7 @@ from typing import Any
 
 from ..checkpoint.atomic import StrPath
 from ..checkpoint.folders import FOLDER_NAME, TEMPORARY
-from ..checkpoint.inspection import Fault, Inspected, look_at
+from ..checkpoint.inspection import Fault, Inspected, files_more, look_at
 from ..checkpoint.listing import checkpoints_in, leftovers_in, unfinished_in
 from ..checkpoint.rolling import NAME, step_in
 from ..config import TrainConfig
@@ -170,7 +170,7 @@ def _broken(one: Inspected) -> list[Finding]:
         kinds.setdefault(fault.kind, []).append(fault)
     made = []
     for kind, faults in kinds.items():
-        more = f" (and {len(faults) - 1} more files)" if len(faults) > 1 else ""
+        more = f" (and {files_more(len(faults) - 1)})" if len(faults) > 1 else ""
         evidence = (
             {"rank": f.rank, "bytes": f.size_bytes, "expected": f.expected_bytes, "whose": one.path.name}
             for f in faults

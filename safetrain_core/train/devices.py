@@ -12,9 +12,31 @@ from ..thermal.guard import ThermalGuard
 from ..thermal.hold import Wish
 from .switch import DeviceSwitch
 
-__all__ = ["DeviceChoice"]
+__all__ = ["DeviceChoice", "usable_device"]
 
 log = logging.getLogger(__name__)
+
+
+def usable_device(name: str) -> torch.device:
+    """The device of this name, tried.
+
+    Raises:
+        ValueError: it is not there, or holds no values, as ``meta``.
+
+    >>> usable_device("cpu")
+    device(type='cpu')
+    >>> usable_device("banana")
+    Traceback (most recent call last):
+    ...
+    ValueError: banana is not available (Expected one of cpu, ...)
+    """
+    try:
+        tried = torch.zeros(1, device=name)
+        tried.tolist()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch built without that kind asserts
+        why = str(error).splitlines()[0][:90]
+        raise ValueError(f"{name} is not available ({why})") from error
+    return tried.device
 
 
 class DeviceChoice:

@@ -13,6 +13,7 @@ from ..step.amp import AmpTrainState
 from ..thermal.nvml import GpuMonitor
 from ..thermal.reading import callable_source
 from .cursor import Cursor
+from .devices import usable_device
 from .result import FitResult
 from .switch import DeviceSwitch
 from .thermal import Thermal
@@ -134,8 +135,7 @@ def _device_names(config: TrainConfig, home: str, devices: Sequence[str | torch.
         raise ValueError(f"thermal_devices={list(names)} must be at least two different devices; add cpu")
     for name in names:
         try:
-            torch.zeros(1, device=name).tolist()
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            why = str(error).splitlines()[0][:90]
-            raise ValueError(f"thermal_devices: {name} is not available ({why})") from error
+            usable_device(name)
+        except ValueError as error:
+            raise ValueError(f"thermal_devices: {error}") from error
     return names

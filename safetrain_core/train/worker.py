@@ -26,6 +26,7 @@ from ..distributed import everyones, is_main, rank, world_size
 from ..errors import ThermalAbort, TrainingFailed
 from ..minigpt import MiniGPT, MiniGPTConfig, next_token_loss
 from .console import plain_warnings, row_printer, say
+from .devices import usable_device
 from .ranks import RankFacts, rank_facts, state_digest
 from .result import FitResult
 from .run_folder import claimed, remove_old_run
@@ -145,11 +146,9 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and world_size() > 1:
         name = f"cuda:{os.environ.get('LOCAL_RANK', rank())}"
     try:
-        device = torch.zeros(1, device=name).device
-        torch.zeros(1, device=device).tolist()  # the device "meta" holds no values
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        why = str(error).splitlines()[0][:90]
-        raise ValueError(f"--device {name} is not available ({why}); use --device cpu") from error
+        device = usable_device(name)
+    except ValueError as error:
+        raise ValueError(f"--device {error}; use --device cpu") from error
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device

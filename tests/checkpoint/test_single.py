@@ -244,3 +244,18 @@ def test_tied_gpt_round_trips_and_random_states_and_counters_weigh_under_50_kb(t
 def test_reading_gives_the_payload_on_the_cpu(tmp_path):
     saved(tmp_path / "a.pt", *parts())
     assert read_checkpoint(tmp_path / "a.pt")["state"]["step"] == 3
+
+
+@pytest.mark.parametrize("part", ["rng", "state"])
+def test_a_verified_file_with_a_malformed_part_is_refused_before_anything_is_changed(part, tmp_path):
+    model = nn.Linear(2, 1)
+    path = tmp_path / "a.pt"
+    payload = run_payload(model, None, None, TrainState())
+    payload[part] = {"python": 7}
+    atomic_save(payload, path)
+    other = nn.Linear(2, 1)
+    before, drawn = other.weight.detach().clone(), torch.get_rng_state()
+    with pytest.raises(CheckpointError, match=r"is damaged: .*; resume from an older checkpoint"):
+        load_checkpoint(path, other, None, None)
+    assert torch.equal(other.weight, before)
+    assert torch.equal(torch.get_rng_state(), drawn)

@@ -73,3 +73,12 @@ def test_a_search_that_has_ended_hides_no_rate_behind_it():
 def test_the_search_for_the_factor_is_no_rate(skips):
     search = [True] * (skips - 3) + [False, True, False, True, False, True]  # at the end every other step holds
     assert diagnose(scaled(search + [False] * 40, scale=2.0**30))[0].rule == "healthy"
+
+
+def test_a_log_that_skips_more_than_half_throughout_is_no_search_for_a_factor():
+    dice = random.Random(1)
+    rows = [{"step": step, "loss": 3 - step / 100, "skipped": int(dice.random() < 0.6)} for step in range(1, 61)]
+    assert sum(row["skipped"] for row in rows) > 30
+    assert diagnose(rows)[0].rule == "skip_rate"
+    found = [step < 24 for step in range(60)]  # 2**24 halved to 1, and never again
+    assert all(finding.severity == "info" for finding in diagnose(scaled(found, scale=2.0**24)))
