@@ -971,6 +971,9 @@ say(check_loop(loop))
 # **The knobs,** by their names in a `TrainConfig`: `grad_clip_max_norm: 1.0` to begin with, `inf_post_clip_threshold: 10` as the
 # second belt, `use_amp`, `amp_dtype`, `skip_rate_alert: 0.05`.
 #
+# **In a loop of your own,** autocast on the device that the optimizer's weights are on, and refuse what cannot work by
+# `raise ValueError`: `python -O` strips every `assert`.
+#
 # **Where it is.** `safetrain_core/step/gradients.py` (norm, clip), `safetrain_core/step/amp.py` (the order, the scaler),
 # `safetrain_core/records.py` (rows, reasons, skip rate).
 #

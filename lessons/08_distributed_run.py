@@ -865,6 +865,22 @@ say(check_loop(loop))
 #
 # In a loop of your own: `code = agree(code)` before the step; `save_dcp(state, folder, step=step, own={"rng": capture_rng_state()})` and `load_dcp(folder, state)`.
 #
+# **The safe defaults of all lessons** in one file, for `safetrain train --config safe.yaml`, or by the same names in a `TrainConfig`:
+#
+# ```yaml
+# grad_clip_max_norm: 1.0         # where transformers begin
+# inf_post_clip_threshold: 10.0   # a second belt behind the clip
+# max_nan_retries: 3              # a few bad steps pass; more have a cause
+# loss_jump_factor: 2.0           # above twice the median loss: back to the last checkpoint
+# use_amp: true                   # 16 bits: about half of the activations' bytes
+# scheduler_type: cosine          # or constant, or linear_warmup_then_constant
+# scheduler_warmup_ratio: 0.05    # share of the schedule that warms up
+# checkpoint_every_n_steps: 1000  # the steps that you can afford to lose, against the time of a save
+# csv_log_path: runs/metrics.csv  # read it early: safetrain diagnose runs/metrics.csv
+# gpu_temp_guard: true            # on a GPU
+# gpu_metrics_backend: nvml
+# ```
+#
 # **The rule.** Every rank makes every pass and calls every collective, in the same order. A rank decides by what all ranks know. Of a checkpoint, each rank keeps what it
 # alone has. A resume is proved by equal losses, not by a curve that looks right.
 #
