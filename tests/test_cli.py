@@ -137,7 +137,7 @@ def test_a_refused_run_leaves_a_folder_that_was_there_before(tmp_path, capsys):
     [
         (["train", "--world-size", "two"], "argument --world-size: invalid int value: 'two'"),
         (["train", "--config", "."], "config file . cannot be read: Is a directory"),
-        (["diagnose"], "the following arguments are required: LOG"),
+        (["diagnose"], "name a LOG"),
         (["diagnose", "nowhere.csv"], "nowhere.csv does not exist; name a log, or a folder with one"),
         (["diagnose", "EMPTY"], "holds no log"),
         (["diagnose", "EMPTY", "--jsn"], "unknown argument --jsn; did you mean --json?"),

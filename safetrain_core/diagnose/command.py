@@ -14,6 +14,9 @@ from .finding import Finding
 
 __all__ = ["add_diagnose_parser", "run_diagnose", "to_plain"]
 
+#: Endings of the pictures that can be written.
+PICTURES = (".png", ".pdf", ".svg", ".jpg", ".webp")
+
 
 def add_diagnose_parser(verbs: Any) -> None:
     """Add the verb and its flags to the command line's."""
@@ -21,12 +24,12 @@ def add_diagnose_parser(verbs: Any) -> None:
         "diagnose",
         help="say what is wrong with a run, from its log",
         description="Name symptom, evidence, cause, fix and lesson for what a run's log shows: a CSV (ours, "
-        "Lightning's, any with a header), JSON lines, Hugging Face's trainer_state.json, a folder of TensorBoard "
-        "events, a folder with one of them, or the text of a crash: a traceback, what a run wrote to stderr. Exit "
-        "status 1 for a finding of severity error.",
+        "Lightning's, any with a header), JSON lines, the rows that a run of ours has printed, Hugging Face's "
+        "trainer_state.json, a folder of TensorBoard events, a folder with one of them, or the text of a crash: a "
+        "traceback, what a run wrote to stderr. Exit status 1 for a finding of severity error.",
         allow_abbrev=False,
     )
-    verb.add_argument("log", nargs="+", type=Path, metavar="LOG", help="a log, or a folder with one")
+    verb.add_argument("log", nargs="*", type=Path, metavar="LOG", help="a log, or a folder with one")
     verb.add_argument(
         "--baseline", type=Path, metavar="LOG", help="the run that LOG should repeat: names the first step that differs"
     )
@@ -97,17 +100,22 @@ def run_diagnose(args: argparse.Namespace) -> tuple[str, int]:
     from .doctor import diagnose  # NumPy, only once it is needed
     from .readers import read_log
 
-    columns = _columns(args.columns)
-    if args.plot is not None and len(args.log) > 1:
-        raise ValueError(f"--plot draws one run, and {len(args.log)} logs are named; name one")
+    # `--columns loss=my_loss LOG`: the option takes all words that follow it.
+    logs = [*args.log, *(Path(word) for word in args.columns if "=" not in word and Path(word).exists())]
+    columns = _columns([word for word in args.columns if Path(word) not in logs])
+    if not logs:
+        raise ValueError("name a LOG: a file, or a folder with one")
+    if args.plot is not None and len(logs) > 1:
+        raise ValueError(f"--plot draws one run, and {len(logs)} logs are named; name one")
+    if args.plot is not None and args.plot.suffix.lower() not in PICTURES:
+        raise ValueError(f"--plot {args.plot} must end in one of {', '.join(PICTURES)}, for example run.png")
     baseline = read_log(args.baseline, columns) if args.baseline is not None else None
     told: dict[str, list[Finding]] = {}
-    for path in args.log:
+    drawn = False
+    for path in logs:
         try:
             log = read_log(path, columns)
         except CrashTextError as crash:
-            if args.plot is not None:
-                raise ValueError(f"--plot draws the curves of a log, and {path} is the text of a crash") from crash
             told[str(path)] = crash.findings
             continue
         told[str(path)] = diagnose(log, baseline=baseline)
@@ -115,9 +123,12 @@ def run_diagnose(args: argparse.Namespace) -> tuple[str, int]:
             from .plot import save_plot
 
             save_plot(log, told[str(path)], args.plot, baseline)
+            drawn = True
     status = int(any(finding.severity == "error" for found in told.values() for finding in found))
     text = _as_json(told) if args.json else _as_text(told)
-    return (f"{text}\n\npicture: {args.plot}" if args.plot is not None and not args.json else text), status
+    if args.plot is not None and not args.json:
+        text += f"\n\npicture: {args.plot if drawn else 'none, since the text of a crash has no curves'}"
+    return text, status
 
 
 def _as_json(told: Mapping[str, Sequence[Finding]]) -> str:

@@ -16,7 +16,7 @@ from .known import found
 from .load_failures import LOAD_FAILURES
 from .memory_failures import MEMORY_FAILURES
 
-__all__ = ["CRASHES", "CrashTextError", "crash_findings"]
+__all__ = ["CRASHES", "CrashTextError", "crash_findings", "encoding_of"]
 
 #: A quoted line is cut here.
 QUOTED = 160
@@ -107,6 +107,15 @@ class CrashTextError(ValueError):
         self.findings = findings
 
 
+def encoding_of(start: bytes) -> str:
+    """How a text that begins like this is encoded: UTF-16, as PowerShell redirects, or UTF-8 with or without a mark.
+
+    >>> encoding_of("step".encode("utf-16")), encoding_of(b"step")
+    ('utf-16', 'utf-8-sig')
+    """
+    return "utf-16" if start[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+
+
 def crash_findings(path: Path) -> list[Finding]:
     """What a text file tells of the crash that it ends in; nothing where it has no known message.
 
@@ -123,13 +132,13 @@ def crash_findings(path: Path) -> list[Finding]:
     """
     with path.open("rb") as file:
         start = file.read(4096)
-    wide = start[:2] in (b"\xff\xfe", b"\xfe\xff")  # as PowerShell redirects
-    if b"\0" in start and not wide:
+    encoding = encoding_of(start)
+    if b"\0" in start.rstrip(b"\0") and encoding != "utf-16":
         return []
     places: dict[str, list[Evidence]] = {}
     told: dict[str, tuple[int, str]] = {}
     trace: deque[str] = deque(maxlen=TRACE_LINES)
-    with path.open(encoding="utf-16" if wide else "utf-8", errors="replace") as lines:
+    with path.open(encoding=encoding, errors="replace") as lines:
         for number, raw in enumerate(lines, start=1):
             line = raw.rstrip()
             if "\x1b" in line:

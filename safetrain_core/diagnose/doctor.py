@@ -31,6 +31,12 @@ EXPLAINED_BY = {
     "not_learning": {"nan_stays", "spike_stays", "scale_never_moves"},
 }
 
+#: What the lines of a traceback behind the rows look like to the rules of a log.
+BENT_BY_A_CRASH = {"log_ragged", "log_torn", "log_not_numbers"}
+
+#: Endings of files that only rows are written to.
+TABLES = {".csv", ".tsv", ".json", ".jsonl"}
+
 #: Role -> what a reader calls it.
 _CALLED = {
     "loss": "loss",
@@ -91,8 +97,9 @@ def diagnose(
     if baseline is not None:
         findings += leaves_baseline(log, read_log(baseline, columns))
         checked.append("leaves_baseline")
-    if log.faults.keys() & {"ragged", "torn"} and Path(log.source).is_file():
-        findings += crash_findings(Path(log.source))  # a traceback behind the rows
+    if _may_hold_a_crash(log) and (behind := crash_findings(Path(log.source))):
+        # The traceback's own lines are no rows with faults.
+        findings = [finding for finding in findings if finding.rule not in BENT_BY_A_CRASH] + behind
     errors = {finding.rule for finding in findings if finding.severity == "error"}
     findings = [finding for finding in findings if not errors & EXPLAINED_BY.get(finding.rule, set())]
     findings.sort(key=_rank)
@@ -101,6 +108,12 @@ def diagnose(
     if lacking:
         findings.append(_not_checked(lacking))
     return findings
+
+
+def _may_hold_a_crash(log: Log) -> bool:
+    """Whether a traceback may stand behind the rows: some lines are no rows, or all output went into one file."""
+    path = Path(log.source)
+    return path.is_file() and (bool(log.faults.keys() & {"ragged", "torn"}) or path.suffix not in TABLES)
 
 
 def _rank(finding: Finding) -> tuple[int, float]:

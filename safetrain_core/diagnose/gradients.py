@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .watched import Update, altered_gradients, build, seed_all, watched
+from .watched import Update, altered_gradients, build, check_callables, seed_all, watched
 
 __all__ = ["Bench", "StepFn", "cut", "samples_in"]
 
@@ -26,10 +26,11 @@ class Bench:
         step_fn: ``step_fn(run, micro_batches)``. make_model: what makes ``run``. seed: seeded before each.
 
     Raises:
-        ValueError: two models made under one seed differ.
+        ValueError: a function that is none; two models made under one seed differ.
     """
 
     def __init__(self, step_fn: StepFn, make_model: Callable[[], Any], seed: int) -> None:
+        check_callables(step_fn=step_fn, make_model=make_model)
         self.step_fn, self.make_model, self.seed = step_fn, make_model, seed
         first, second = (build(make_model, seed)[1].weights() for _ in range(2))
         if [p.shape for p in first] != [p.shape for p in second] or not all(map(torch.equal, first, second)):

@@ -17,7 +17,7 @@ from .known import found
 from .memory_failures import MEMORY_FAILURES
 from .memory_watch import Counted, MemoryWatch
 from .parts import Parts
-from .watched import built, kept_rng, seed_all
+from .watched import built, check_callables, kept_rng, seed_all
 
 __all__ = ["probe_memory"]
 
@@ -79,8 +79,9 @@ def probe_memory(
         raise ValueError(
             "micro_batches must be a list of batches with tensors, the window of one step: [batch] for one"
         )
-    if limit_bytes is not None and not 0 < limit_bytes < math.inf:
-        raise ValueError(f"limit_bytes={limit_bytes} must be above 0 and finite, or None")
+    check_callables(step_fn=step_fn, make_model=make_model)
+    if limit_bytes is not None and not (isinstance(limit_bytes, int | float) and 0 < limit_bytes < math.inf):
+        raise ValueError(f"limit_bytes={limit_bytes!r} must be a number above 0 and finite, or None")
     with kept_rng():
         run, parts = _fresh(make_model, seed)
         nodes: list[int] = []

@@ -18,7 +18,7 @@ from .finding import Evidence, Finding
 from .gradients import tensors_of
 from .known import found
 from .parts import Parts, changed, parts_of
-from .watched import kept_rng, put_rng_state, rng_state, seed_all, watched
+from .watched import check_callables, kept_rng, put_rng_state, rng_state, seed_all, watched
 
 __all__ = ["probe_resume"]
 
@@ -83,6 +83,7 @@ def probe_resume(
     """
     if steps_before < 1 or steps_after < 1:
         raise ValueError(f"steps_before={steps_before} and steps_after={steps_after} must be at least 1")
+    check_callables(save=save, load=load, step=step, make_run=make_run)
     with kept_rng(), tempfile.TemporaryDirectory(prefix="probe_resume_") as folder:
         path = Path(folder, "checkpoint")
         seed_all(seed)

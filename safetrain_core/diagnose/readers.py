@@ -12,8 +12,9 @@ from typing import Any
 
 from ..errors import type_of
 from .columns import assign
-from .crash_texts import CrashTextError, crash_findings
+from .crash_texts import CrashTextError, crash_findings, encoding_of
 from .log import Log
+from .printed import HAS_ROWS, printed_rows
 from .search import DEEP, files_in
 from .table import Cells, read_csv
 
@@ -30,9 +31,9 @@ def read_log(source: Any, columns: Mapping[str, str] | None = None) -> Log:
     """Read a run's log.
 
     Args:
-        source: a file or folder: CSV (ours, Lightning's ``metrics.csv``, any with a header), JSON lines, Hugging
-            Face's ``trainer_state.json``, a folder of TensorBoard events (needs the package ``tensorboard``); or a
-            pandas frame, a list of dicts or of ``StepLog``; a ``Log`` is given back as it is.
+        source: a file or folder: CSV (ours, Lightning's ``metrics.csv``, any with a header), JSON lines, the rows that
+            a run of ours has printed, Hugging Face's ``trainer_state.json``, a folder of TensorBoard events (needs the
+            package ``tensorboard``); or a pandas frame, a list of dicts or of ``StepLog``; a ``Log`` is given back.
         columns: role -> name of the column, for names that are not recognised, for example ``{"loss": "my_loss"}``.
 
     Raises:
@@ -97,23 +98,28 @@ def _read_path(path: Path, columns: Mapping[str, str] | None) -> Log:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}; name another log") from error
     try:
-        if b"\0" in start:
+        encoding = encoding_of(start)
+        if encoding == "utf-16":
+            start = start[: len(start) // 2 * 2].decode(encoding, "replace").encode()
+        if b"\0" in start.rstrip(b"\0"):  # at the end: blocks that a power cut has left unwritten
             raise ValueError(f"{path} holds bytes, not text; give a CSV, JSON lines or a trainer_state.json")
+        if HAS_ROWS.search(start):
+            return read_rows(printed_rows(path, encoding), columns, source=str(path))
         if start.lstrip()[:1] in (b"{", b"["):
-            return read_json(path, columns)
-        return read_csv(path, columns)
+            return read_json(path, columns, encoding)
+        return read_csv(path, columns, encoding)
     except ValueError as error:
         if findings := crash_findings(path):
             raise CrashTextError(path, findings) from error
         raise
 
 
-def read_json(path: Path, columns: Mapping[str, str] | None = None) -> Log:
+def read_json(path: Path, columns: Mapping[str, str] | None = None, encoding: str = "utf-8") -> Log:
     """JSON lines, a list of rows, or Hugging Face's ``trainer_state.json`` (its ``log_history``)."""
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = path.read_text(encoding=encoding, errors="replace")
     try:
         whole = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return _read_lines(path, text, columns)
     if isinstance(whole, dict):
         whole = whole["log_history"] if isinstance(whole.get("log_history"), list) else [whole]
@@ -128,7 +134,7 @@ def _read_lines(path: Path, text: str, columns: Mapping[str, str] | None) -> Log
     for number, line in lines:
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             broken.append((number, line))
             continue
         rows.append(row)

@@ -22,6 +22,8 @@ CHUNK = 250
 SEPARATORS = ",;\t|"
 #: Bytes at the end in which the last line is looked for.
 TAIL_BYTES = 65536
+#: Characters of a header at most: the csv module takes no longer cell.
+LONGEST = 131_072
 #: How many faults of one kind are kept with their place.
 PLACES_KEPT = 100
 
@@ -115,16 +117,18 @@ def usable(log: Log) -> Log:
     return log
 
 
-def read_csv(path: Path, wanted: Mapping[str, str] | None = None) -> Log:
+def read_csv(path: Path, wanted: Mapping[str, str] | None = None, encoding: str = "utf-8-sig") -> Log:
     """Read a table whose first line names the columns; separated by comma, semicolon, tab or bar.
 
     Raises:
         ValueError: it is empty, has no header, or holds nothing that a run is judged by.
     """
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        first = file.readline()
+    with path.open(encoding=encoding, errors="replace", newline="") as file:
+        first = file.readline(LONGEST)
         while first and not first.strip():
-            first = file.readline()
+            first = file.readline(LONGEST)
+        if len(first) == LONGEST:
+            raise ValueError(f"{path} is no table: its first line has {LONGEST} characters or more")
         if not first:
             raise ValueError(f"{path} is empty; give it a log with a header and at least one row")
         separator = max(SEPARATORS, key=first.count)
@@ -139,7 +143,7 @@ def read_csv(path: Path, wanted: Mapping[str, str] | None = None) -> Log:
             _take_in(cells, rows, names, place, comma=separator != ",")
         except csv.Error as error:
             raise ValueError(f"{path} is no table that can be read: {error} in line {rows.line_num + 1}") from error
-    cut = _cut_line(path)
+    cut = _cut_line(path) if encoding != "utf-16" else ""
     if cut and len(next(csv.reader([cut], delimiter=separator), [])) < len(names):
         if len(cells.faults.get("ragged", ())) == 1:  # that line, which has its own name
             del cells.faults["ragged"]

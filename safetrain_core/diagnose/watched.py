@@ -24,6 +24,7 @@ __all__ = [
     "altered_gradients",
     "build",
     "built",
+    "check_callables",
     "kept_rng",
     "put_rng_state",
     "rng_state",
@@ -58,6 +59,19 @@ def built(make: Callable[[], Any], seed: int) -> tuple[Any, Parts]:
             "model, optimizer, scheduler and scaler"
         )
     return run, parts
+
+
+def check_callables(**functions: Any) -> None:
+    """``ValueError`` where one of a probe's functions cannot be called.
+
+    >>> check_callables(step_fn=print, make_model=None)
+    Traceback (most recent call last):
+    ...
+    ValueError: make_model=None cannot be called; give a function
+    """
+    for name, function in functions.items():
+        if not callable(function):
+            raise ValueError(f"{name}={function!r} cannot be called; give a function")
 
 
 def seed_all(seed: int) -> None:

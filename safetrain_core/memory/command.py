@@ -12,6 +12,10 @@ __all__ = ["add_plan_parser", "run_plan"]
 #: Width of a head where --heads is not given.
 HEAD_WIDTH = 128
 
+#: Beyond these nobody trains, and counting takes minutes.
+MOST = {"layers": 100_000, "hidden": 10_000_000, "seq": 1_000_000_000, "batch": 1_000_000_000}
+MOST_GB = 1e12
+
 
 def add_plan_parser(verbs: Any) -> None:
     """Add the verb and its flags to the command line's."""
@@ -48,8 +52,11 @@ def run_plan(args: argparse.Namespace) -> tuple[str, int]:
     >>> print(run_plan(args)[0].splitlines()[-2])
     Plan: full, 11.81 GB of activations at the peak, 23.3% more FLOPs.
     """
-    if not 0 < args.budget_gb < float("inf"):
-        raise ValueError(f"--budget-gb {args.budget_gb:g} must be a number above 0")
+    if not 0 < args.budget_gb <= MOST_GB:
+        raise ValueError(f"--budget-gb {args.budget_gb:g} must be a number above 0, at most {MOST_GB:g}")
+    for name in ("layers", "hidden", "seq", "batch"):
+        if getattr(args, name) > MOST[name]:
+            raise ValueError(f"--{name} {getattr(args, name)} is above {MOST[name]}, the most that is planned for")
     heads = args.heads if args.heads is not None else max(1, args.hidden // HEAD_WIDTH)
     budget = max(1, int(args.budget_gb * 1e9))
     plan = plan_recompute(

@@ -117,3 +117,14 @@ def test_the_room_can_be_called_whatever_was_imported_first():
         )
         told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
         assert told == "True\n"
+
+
+def test_a_log_may_stand_behind_the_columns(logs, capsys):
+    assert main(["diagnose", "--columns", "loss=loss", str(logs / "nan.csv")]) == 1
+    assert main(["diagnose", "--columns", "loss=loss"]) == 2
+    assert "name a LOG" in capsys.readouterr().err
+
+
+def test_a_picture_needs_a_known_ending(logs, tmp_path, capsys):
+    assert main(["diagnose", str(logs / "nan.csv"), "--plot", str(tmp_path / "run")]) == 2
+    assert "must end in one of .png" in capsys.readouterr().err

@@ -270,3 +270,42 @@ def test_no_more_files_are_looked_at_than_a_number_the_nearest_first(tmp_path):
     (tmp_path / "b" / "again").symlink_to(tmp_path, target_is_directory=True)
     assert [path.name for path in files_in(tmp_path)] == ["4", "1", "2", "again", "3"]
     assert [path.name for path in files_in(tmp_path, most=2)] == ["4", "1"]
+
+
+def test_printed_rows_are_a_log_with_a_crash_behind_them(tmp_path):
+    path = tmp_path / "run.log"
+    rows = [StepLog(step, 0.1, 2.0, 1.0, 3 - step / 40, None) for step in range(1, 31)]
+    rows[11] = StepLog(12, 0.1, None, None, None, None, skipped=True, skip_reason="non_finite_loss")
+    path.write_text("on cpu, 577 weights\n" + "".join(f"{row}\n" for row in rows))
+    log = read_log(path)
+    assert log.series["loss"].values.tolist() == [3 - step / 40 for step in range(1, 31) if step != 12]
+    assert log.texts["skip_reason"] == {11: "non_finite_loss"}
+    with path.open("a") as file:
+        file.write("Traceback (most recent call last):\n  ...\nOSError: [Errno 28] No space left on device\n")
+    assert diagnose(path)[0].rule == "disk_full"
+
+
+def test_utf_16_is_read_as_powershell_writes_it_and_unwritten_blocks_at_the_end_are_a_torn_line(tmp_path):
+    text = "step,loss\n" + "".join(f"{step},{9 - step / 10}\n" for step in range(1, 31))
+    for name, data in {"wide.csv": text.encode("utf-16"), "cut.csv": text.encode() + b"31,5.\0\0\0\0"}.items():
+        (tmp_path / name).write_bytes(data)
+        assert read_log(tmp_path / name).series["loss"].values[:30].tolist() == [9 - s / 10 for s in range(1, 31)]
+    (tmp_path / "wide.jsonl").write_bytes('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n'.encode("utf-16"))
+    assert read_log(tmp_path / "wide.jsonl").series["loss"].values.tolist() == [2.0, 1.0]
+
+
+def test_a_traceback_behind_the_rows_of_a_csv_is_no_fault_of_the_rows(tmp_path):
+    path = tmp_path / "metrics.csv"
+    trace = "Traceback (most recent call last):\n  File x, line 3, in y\ntorch.OutOfMemoryError: CUDA out of memory.\n"
+    path.write_text("step,loss\n" + "".join(f"{step},{9 - step / 10}\n" for step in range(1, 31)) + trace)
+    assert [finding.rule for finding in diagnose(path) if finding.severity != "info"] == ["out_of_memory"]
+
+
+@pytest.mark.parametrize("text", ["x" * 10**6, "[" * 100_000, "step,loss\n1,2\n" + "3," + "y" * 10**6])
+def test_what_breaks_a_parser_is_a_clear_answer_and_no_traceback(text, tmp_path, capsys):
+    path = tmp_path / "huge.csv"
+    path.write_text(text)
+    assert main(["diagnose", str(path)]) == 2
+    told = capsys.readouterr().err
+    assert "huge.csv is no table" in told or "is neither JSON nor JSON lines" in told
+    assert len(told) < 500

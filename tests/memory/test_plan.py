@@ -245,3 +245,9 @@ def test_a_small_models_bytes_are_not_all_0_gb(capsys):
     shown = capsys.readouterr().out
     assert "fits 90.00 kB" in shown
     assert "0.00 GB" not in shown
+
+
+@pytest.mark.parametrize("flags", ["--layers 100000000 --budget-gb 1", "--layers 2 --budget-gb 1e308"])
+def test_the_command_refuses_sizes_that_nobody_trains(flags, capsys):
+    assert main(["plan", "--hidden", "128", "--seq", "128", *flags.split()]) == 2
+    assert "Traceback" not in capsys.readouterr().err
