@@ -63,7 +63,8 @@ PLAIN = {
     "With Python 3.11 or newer": "the oldest Python supported; a test compares it with pyproject.toml",
     "Exit status: 0 done, 1 the run failed, a checkpoint is broken, nothing fits, a finding is an error or there is no "
     "GPU to watch, 2 a mistake in the arguments or a checkpoint of something "
-    "else (nothing was changed), 75 too hot, 130 and 143 interrupted": "exit statuses, which the tests of the command compare",
+    "else (nothing was changed), 75 too hot, "
+    "130 and 143 interrupted": "exit statuses, which the tests of the command compare",
     "skips above 5 %": "where a rule of the doctor begins to speak",
     "`nan_check_interval` is above 1": "a value of a field",
     "stops with status 75": "an exit status",
