@@ -9,6 +9,8 @@ PIP_ARGS ?=
 LAB_ARGS ?=
 BIN     := $(VENV)/bin
 READY   := $(VENV)/.ready
+# Answers beforehand what JupyterLab asks in a corner at its first start: no news, and no look for updates.
+NO_NEWS := {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": false}}
 # The oldest supported Python, and an environment with the oldest supported packages.
 OLDEST_PYTHON ?= python3.11
 OLDEST  := .venv-oldest
@@ -27,6 +29,8 @@ $(READY): pyproject.toml constraints.txt
 	  f"safetrain needs Python 3.11 or newer; $(PYTHON) is {v[0]}.{v[1]}. Name another: make setup PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@mkdir -p $(VENV)/share/jupyter/lab/settings
+	@echo '$(NO_NEWS)' > $(VENV)/share/jupyter/lab/settings/overrides.json
 	@touch $@
 
 setup: $(READY)  ## create .venv with the pinned packages

@@ -254,9 +254,10 @@ def torch_alone(run, saved):
 
 
 run = lab.resumed(args.seed, TOTAL, AT, unpack=torch_alone)
-print("torch's state alone: differs from step", lab.first_difference(whole_run.losses, run.losses))  # fmt: skip
+first = lab.first_difference(whole_run.losses, run.losses)
+print("torch's state alone: differs from step", first)
 claim(
-    lab.first_difference(whole_run.losses, run.losses) == AT + 1,
+    first == AT + 1,
     "Python's and NumPy's generators jitter the data: they count too",
 )
 

@@ -178,7 +178,7 @@ table(
     [[n, c.changes, c.pauses, f"{c.hottest_c:.1f}"] for n, c in courses.items()],
 )
 if PAUSE - RESUME >= 5:
-    claim(flapping.changes > 4 * two.changes, "one threshold changes its mind over 4 times as often")  # fmt: skip
+    claim(flapping.changes > 4 * two.changes, "one threshold flaps over 4 times as often")
 else:
     not_shown("at least 5 C between --pause-c and --resume-c")
 claim(abs(flapping.hottest_c - two.hottest_c) < 1, "and the card gets as hot with either")
@@ -389,7 +389,7 @@ print("status:", critical.result.status)
 newest = max(at.glob("step_*.pt"))
 states = [event.state.value for event in critical.result.thermal_events]
 claim(states[-2:] == ["paused", "aborted"], "from paused to aborted: no way back to normal")
-claim(int(newest.stem[5:]) == critical.rows[-1].step, "a checkpoint of its last step is there")  # fmt: skip
+claim(int(newest.stem[5:]) == critical.rows[-1].step, "a checkpoint of its last step")
 doctor(diagnose(critical.log), "thermal_pauses")
 
 # %%

@@ -10,9 +10,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import errno
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -159,8 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     2
     """
     try:
-        args = _parse(sys.argv[1:] if argv is None else argv)
-        status = _run(args)
+        with _save_requests_are_no_death():
+            args = _parse(sys.argv[1:] if argv is None else argv)
+            status = _run(args)
         if _torchrun():
             sys.stdout.flush()
             os._exit(status)  # past the interpreter's end: gloo's threads now and then abort there (torch 2.13)
@@ -179,8 +183,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        print(f"safetrain: {error.strerror}: {error.filename or 'while writing the run'}", file=sys.stderr)
+        advice = "; free some room, then go on with --resume" if error.errno == errno.ENOSPC else ""
+        print(f"safetrain: {error.strerror}: {error.filename or 'while writing the run'}{advice}", file=sys.stderr)
         return 1
+
+
+@contextlib.contextmanager
+def _save_requests_are_no_death() -> Iterator[None]:
+    """SIGUSR1 asks a run to save. While it starts or ends there is nothing new to save, and no reason to die of it.
+
+    Ranks that are started meanwhile ignore it too, until their loops begin.
+    """
+    if not hasattr(signal, "SIGUSR1") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -211,3 +211,16 @@ def test_overwrite_replaces_the_folders_of_the_old_run(launched, tmp_path):
     done = safetrain("--world-size", 2, "--max-steps", 2, "--out", tmp_path / "run", "--overwrite")
     assert done.returncode == 0, done.stderr
     assert sorted(p.name for p in (tmp_path / "run").glob("step_*")) == ["step_00000002"]
+
+
+@needs.fsdp2
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on file sizes, to have a full disk")
+def test_a_full_disk_is_told_of_in_words(tmp_path):
+    limit = ("bash", "-c", """trap '' XFSZ; ulimit -f 60; exec "$0" "$@" """, sys.executable)
+    done = safetrain(
+        *("--width", 64, "--max-steps", 4, "--checkpoint-every-n-steps", 2, "--world-size", 2, "--out", tmp_path / "a"),
+        launcher=limit,
+    )
+    assert done.returncode == 1
+    assert re.search(r"safetrain: rank \d could not write .*step_00000002.*; is the disk full", done.stderr)
+    assert "Traceback" not in done.stderr

@@ -214,6 +214,7 @@ def test_a_full_disk_is_one_line_and_leaves_no_temporary(tmp_path, text):
     assert done.returncode == 1
     assert "File too large" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+    assert "step_00000006.pt" in done.stderr
     assert list(out.glob(".*.tmp")) == []
 
 
@@ -224,8 +225,42 @@ def test_verify_of_nothing_is_a_mistake(tmp_path, capsys):
 
 
 def test_a_run_that_has_its_steps_says_so_when_it_is_resumed(tmp_path, capsys):
-    flags = ["train", "--steps", "2", "--layers", "1", "--width", "16", "--context", "16", "--corpus", __file__]
+    flags = ["train", "--steps", "2", *TINY, "--corpus", __file__, "--scheduler-type", "constant"]
     assert main([*flags, "--out", str(tmp_path)]) == 0
     capsys.readouterr()
-    assert main([*flags, "--out", str(tmp_path), "--resume"]) == 0
-    assert "nothing to do: 2 updates are behind, max_steps=2" in capsys.readouterr().out
+    config = (tmp_path / "config.yaml").read_text()
+    assert main([*flags, "--out", str(tmp_path), "--steps", "1", "--resume"]) == 0
+    assert "nothing to do: 2 updates are behind, max_steps=1" in capsys.readouterr().out
+    assert (tmp_path / "config.yaml").read_text() == config
+
+
+def test_a_refused_log_leaves_the_run_that_was_to_be_replaced_or_resumed(tmp_path, text, capsys):
+    out, other = tmp_path / "a", tmp_path / "log.csv"
+    assert main(argv(out, text, "--steps", "8")) == 0
+    other.write_text("a,b\n1,2\n")
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    for how in ("--overwrite", "--resume"):
+        assert main(argv(out, text, "--steps", "9", how, "--csv-log-path", str(other))) == 2
+        assert "holds something that is no log" in capsys.readouterr().err
+        assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    assert other.read_text() == "a,b\n1,2\n"
+
+
+def test_a_folder_of_checkpoints_is_no_checkpoint_and_the_newest_is_named(tmp_path, text, capsys):
+    assert main(argv(tmp_path / "a", text, "--steps", "8")) == 0
+    assert main(argv(tmp_path / "b", text, "--steps", "8", "--resume", str(tmp_path / "a"))) == 2
+    assert "the newest in it is" in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="there is no SIGUSR1 here")
+def test_a_request_to_save_while_a_run_starts_or_ends_does_not_kill_it(tmp_path, text):
+    code = (
+        "import os, signal, sys; from safetrain_core import cli; run = cli._run\n"
+        "def asked(): os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "def slow(args): asked(); status = run(args); asked(); return status\n"
+        "cli._run = slow; sys.exit(cli.main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, *argv(tmp_path / "a", text, "--steps", "2")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import safetrain_core as st
 import torch
-from safetrain_core.train.telemetry import CsvLog
+from safetrain_core.train.csv_log import CsvLog
 from torch import nn
 
 out = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/plain_loop")

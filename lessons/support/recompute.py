@@ -607,6 +607,8 @@ def plan_picture(
             textcoords="offset points",
             xytext=(8, -3),
             fontsize=8,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+            zorder=3,
         )
     ax.axvline(
         plan.usable_bytes / 1e9,

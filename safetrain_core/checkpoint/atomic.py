@@ -55,9 +55,11 @@ def atomic_open(path: StrPath) -> Iterator[IO[bytes]]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            error.filename = str(target)  # a write or a sync that failed: of a full disk, say
         raise
     sync_folder(target.parent)
 

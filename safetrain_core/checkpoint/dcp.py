@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -130,7 +131,13 @@ def _dcp(work: Callable[[Any], Any], part: Path) -> None:
             work(dcp)
     except CheckpointException as error:  # DCP tells it on every rank
         number, failure = next(iter(error.failures.items()))
-        raise CheckpointError(f"{part}: {failure[0]} (on rank {number})") from error
+        told = f"{part}: {failure[0]} (on rank {number})"
+        if "enforce fail" in told:  # torch's zip writer covers what the system said
+            free = shutil.disk_usage(part).free
+            told = (
+                f"rank {number} could not write {part}; is the disk full, or a quota reached? {free:,} bytes are free"
+            )
+        raise CheckpointError(told) from error
 
 
 def _writer(part: Path) -> Any:

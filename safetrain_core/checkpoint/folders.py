@@ -11,7 +11,17 @@ from pathlib import Path
 from .atomic import StrPath, sync_folder
 from .manifest import MANIFEST, PART_FOLDER, SHARD_NAME, is_checkpoint
 
-__all__ = ["FOLDER_NAME", "all_checkpoints", "cut_saves", "remove_checkpoint", "rotate_checkpoints", "step_of", "sweep"]
+__all__ = [
+    "FOLDER_NAME",
+    "all_checkpoints",
+    "cut_saves",
+    "remove_checkpoint",
+    "rotate_checkpoints",
+    "step_folders",
+    "step_of",
+    "sweep",
+    "unfinished",
+]
 
 FOLDER_NAME = re.compile(r"step_([0-9]{1,18})")
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")
@@ -23,7 +33,7 @@ def all_checkpoints(parent: StrPath) -> list[Path]:
     >>> all_checkpoints("no-such-folder")
     []
     """
-    return [folder for folder in _step_folders(Path(parent)) if is_checkpoint(folder)]
+    return [folder for folder in step_folders(parent) if is_checkpoint(folder)]
 
 
 def step_of(folder: Path) -> int:
@@ -32,13 +42,27 @@ def step_of(folder: Path) -> int:
     return int(match[1]) if match else -1
 
 
-def _step_folders(parent: Path) -> list[Path]:
+def step_folders(parent: StrPath) -> list[Path]:
+    """The folders ``step_<n>`` of ``parent``, whatever is in them, oldest first by number; links are not followed.
+
+    >>> step_folders("no-such-folder")
+    []
+    """
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(parent) as entries:
         found = [
             Path(parent, e.name) for e in entries if FOLDER_NAME.fullmatch(e.name) and e.is_dir(follow_symlinks=False)
         ]
         return sorted(found, key=lambda folder: (step_of(folder), folder.name))
     return []
+
+
+def unfinished(parent: StrPath) -> list[Path]:
+    """The folders ``step_<n>`` without a manifest: of saves that were cut, or copied without it.
+
+    >>> unfinished("no-such-folder")
+    []
+    """
+    return [folder for folder in step_folders(parent) if not os.path.lexists(folder / MANIFEST)]
 
 
 def ours(name: str) -> bool:
@@ -74,8 +98,8 @@ def cut_saves(parent: StrPath) -> list[Path]:
     """Folders ``step_<n>`` that a save has left unfinished: older than the newest checkpoint, and nothing but ours."""
     whole = all_checkpoints(parent)
     newest = step_of(whole[-1]) if whole else -1
-    unfinished = [f for f in _step_folders(Path(parent)) if not (f / MANIFEST).exists() and step_of(f) < newest]
-    return [folder for folder in unfinished if all(map(ours, os.listdir(folder)))]
+    older = [folder for folder in unfinished(parent) if step_of(folder) < newest]
+    return [folder for folder in older if all(map(ours, os.listdir(folder)))]
 
 
 def rotate_checkpoints(parent_dir: StrPath, keep_last: int = 5) -> list[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from .folders import FOLDER_NAME, TEMPORARY
+from .folders import FOLDER_NAME, TEMPORARY, step_folders
 from .manifest import MANIFEST, PART_FOLDER, SHARD_NAME
 
-__all__ = ["checkpoints_in", "leftovers_in", "unfinished_in"]
+__all__ = ["checkpoints_in", "leftovers_in"]
 
 
 def checkpoints_in(path: Path) -> list[Path]:
@@ -18,16 +19,7 @@ def checkpoints_in(path: Path) -> list[Path]:
     """
     if not path.is_dir() or (path / MANIFEST).exists() or FOLDER_NAME.fullmatch(path.name):
         return [path]
-    return sorted([*path.glob("*.pt"), *(folder for folder in _step_folders(path) if (folder / MANIFEST).exists())])
-
-
-def unfinished_in(path: Path) -> list[Path]:
-    """Folders of saves that were cut before their manifest was there: they never were checkpoints.
-
-    >>> unfinished_in(Path("a.pt"))
-    []
-    """
-    return [folder for folder in _step_folders(path) if not (folder / MANIFEST).exists()]
+    return sorted([*path.glob("*.pt"), *_with_manifest(path)])
 
 
 def leftovers_in(path: Path) -> list[Path]:
@@ -39,9 +31,12 @@ def leftovers_in(path: Path) -> list[Path]:
     if not path.is_dir():
         return []
     here = [entry for entry in path.iterdir() if TEMPORARY.fullmatch(entry.name)]
-    folders = [path] if (path / MANIFEST).exists() else [f for f in _step_folders(path) if (f / MANIFEST).exists()]
+    folders = [path] if (path / MANIFEST).exists() else _with_manifest(path)
     for folder in folders:
-        named = (folder / MANIFEST).read_text(encoding="utf-8", errors="replace")
+        try:
+            named = (folder / MANIFEST).read_text(encoding="utf-8", errors="replace")
+        except OSError:  # a link to nowhere, or no file: nobody knows what it named
+            continue
         for entry in folder.iterdir():
             unnamed = (SHARD_NAME.fullmatch(entry.name) or PART_FOLDER.fullmatch(entry.name)) and (
                 f'"{entry.name}"' not in named
@@ -51,5 +46,5 @@ def leftovers_in(path: Path) -> list[Path]:
     return sorted(here)
 
 
-def _step_folders(path: Path) -> list[Path]:
-    return sorted(folder for folder in path.glob("step_*") if folder.is_dir() and FOLDER_NAME.fullmatch(folder.name))
+def _with_manifest(path: Path) -> list[Path]:
+    return [folder for folder in step_folders(path) if os.path.lexists(folder / MANIFEST)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -69,10 +70,14 @@ class Checkpoints:
         self._swept = False
 
     def set_aside_after(self, step: int) -> list[Path]:
-        """A run goes on from ``step``: files of later steps are another branch's, and get the ending ``.abandoned``."""
+        """A run goes on from ``step``: what is of later steps is another branch's, and gets the ending ``.abandoned``.
+
+        What an earlier run has set aside stays: the next is ``.abandoned2``.
+        """
         later = [path for path in self._list() if step_in(path.name) > step]
         for path in later:
-            path.replace(path.with_name(path.name + ".abandoned"))
+            names = (f"{path.name}.abandoned{n if n > 1 else ''}" for n in itertools.count(1))
+            path.rename(next(free for free in map(path.with_name, names) if not os.path.lexists(free)))
         if later:
             sync_folder(self.folder)
         return later
@@ -134,7 +139,7 @@ class Checkpoints:
                 left.unlink(missing_ok=True)
 
     def _rotate(self, written: Path, best: set[str]) -> None:
-        held = self._list()
+        held = self._rotating()
         keep = {path.name for path in held[-self.keep_last :]} | best | {written.name}
         gone = [path for path in held if path.name not in keep]
         for path in gone:
@@ -179,6 +184,9 @@ class Checkpoints:
     def _list(self) -> list[Path]:
         names = os.listdir(self.folder) if self.folder.is_dir() else []
         return [self.folder / name for name in sorted(filter(self._is_name, names), key=step_in)]
+
+    def _rotating(self) -> list[Path]:
+        return self._list()
 
     def _is_name(self, name: str) -> bool:
         return bool(NAME.fullmatch(name))

@@ -8,7 +8,7 @@ from typing import Any
 from ..distributed import is_main, mains
 from .dcp import save_dcp
 from .dcp_files import verify_dcp
-from .folders import FOLDER_NAME, all_checkpoints, cut_saves, remove_checkpoint, step_of
+from .folders import FOLDER_NAME, all_checkpoints, cut_saves, remove_checkpoint, step_folders, step_of
 from .rolling import Checkpoints
 
 __all__ = ["FolderCheckpoints"]
@@ -44,10 +44,13 @@ class FolderCheckpoints(Checkpoints):
         return self._passed(updates)
 
     def all(self) -> list[Path]:
-        """The folders with a manifest, oldest first by number, whether they verify or not; as rank 0 sees them."""
+        """The folders, oldest first by number, whether they verify or have a manifest or not; as rank 0 sees them."""
         return list(mains(self._list() if is_main() else None))
 
     def _list(self) -> list[Path]:
+        return step_folders(self.folder)
+
+    def _rotating(self) -> list[Path]:
         return all_checkpoints(self.folder)
 
     def set_aside_after(self, step: int) -> list[Path]:

@@ -68,7 +68,9 @@ def assign(names: Iterable[str], wanted: Mapping[str, str] | None = None) -> dic
     names, wanted = list(names), dict(wanted or {})
     for role, column in wanted.items():
         if role not in ROLES:
-            raise ValueError(f"--columns {role}={column}: {role} is none of {', '.join(ROLES)}{_near(role, ROLES)}")
+            raise ValueError(
+                f"--columns {role}={column}: {role} is none of {', '.join(ROLES)}{_near(role, ROLES, told=True)}"
+            )
         if column not in names:
             raise ValueError(f"--columns {role}={column}: the log has no column {column}{_near(column, names)}")
     flat: dict[str, str] = {}
@@ -84,7 +86,8 @@ def assign(names: Iterable[str], wanted: Mapping[str, str] | None = None) -> dic
     return found
 
 
-def _near(word: str, words: Iterable[str]) -> str:
+def _near(word: str, words: Iterable[str], *, told: bool = False) -> str:
+    """The nearest of ``words``, or all of them where none is near, unless they are ``told`` already."""
     words = list(words)
     near = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
-    return f"; did you mean {near[0]}?" if near else f"; it has {', '.join(words[:12])}" if words else ""
+    return f"; did you mean {near[0]}?" if near else f"; it has {', '.join(words[:12])}" if words and not told else ""

@@ -111,12 +111,14 @@ def run_diagnose(args: argparse.Namespace) -> tuple[str, int]:
         raise ValueError(f"--plot {args.plot} must end in one of {', '.join(PICTURES)}, for example run.png")
     baseline = read_log(args.baseline, columns) if args.baseline is not None else None
     told: dict[str, list[Finding]] = {}
+    crashes: list[str] = []
     drawn = False
     for path in logs:
         try:
             log = read_log(path, columns)
         except CrashTextError as crash:
             told[str(path)] = crash.findings
+            crashes.append(str(path))
             continue
         told[str(path)] = diagnose(log, baseline=baseline)
         if args.plot is not None:
@@ -128,6 +130,8 @@ def run_diagnose(args: argparse.Namespace) -> tuple[str, int]:
     text = _as_json(told) if args.json else _as_text(told)
     if args.plot is not None and not args.json:
         text += f"\n\npicture: {args.plot if drawn else 'none, since the text of a crash has no curves'}"
+    if baseline is not None and crashes and not args.json:
+        text += f"\n\nnot compared with {args.baseline}: {', '.join(crashes)}; the text of a crash has no rows"
     return text, status
 
 

@@ -105,6 +105,10 @@ def usable(log: Log) -> Log:
     Raises:
         ValueError: it has no row, or nothing in it that a run is judged by.
     """
+    if log.lines == 0 and (ragged := log.faults.get("ragged")):
+        first = ragged[0].values
+        lack = f": the first has {first['cells']} cells, the header {first['columns']}" if "cells" in first else ""
+        raise ValueError(f"{log.source} holds no whole row{lack}")
     if log.lines == 0:
         raise ValueError(f"{log.source} holds no row; give it a log with at least one step")
     measured = [role for role in log.series if role not in ("epoch", "skipped", "temperature")]

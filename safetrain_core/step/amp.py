@@ -30,7 +30,7 @@ from ..records import SKIP_REASONS, SkipLog, SkipRateAlert, StepLog, TrainState
 from .buffers import BufferKeeper
 from .clip import DEFAULT_MAX_NORM
 from .gradients import all_finite, params_with_grad
-from .refusals import checked_trainable, refuse_arguments, refuse_foreign_optimizer
+from .refusals import checked_trainable, refuse_arguments, refuse_foreign_optimizer, refuse_wrong_kinds
 from .scaling import LossScaling
 from .verdict import GradientDetail, Limits, Verdict, judge
 from .window import UNCONNECTED, LossFn, WindowPass, checked_window
@@ -82,7 +82,7 @@ class AmpTrainState:
 
     Raises:
         ValueError: device mismatch between model, optimizer, autocast or data; float16 weights with a scaler; an
-            optimizer that holds none of the model's weights; no trainable weight.
+            optimizer that holds none of the model's weights; no trainable weight; an argument of a wrong kind.
 
     >>> _ = torch.manual_seed(0)
     >>> state = AmpTrainState(nn.Linear(4, 1), lr=0.1)
@@ -117,6 +117,7 @@ class AmpTrainState:
         skip_rate_window: int = 1000,
         keep_rows: int | None = None,
     ) -> None:
+        refuse_wrong_kinds(model, amp_dtype, optimizer, scheduler, loss_fn)
         refuse_arguments(max_norm, inf_post_clip_threshold, loss_weighting, loss_jump_factor, keep_rows, scheduler)
         if amp_dtype is None and device_type not in DEFAULT_AMP_DTYPE:
             raise ValueError(

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["checked_trainable", "refuse_arguments", "refuse_data_elsewhere", "refuse_foreign_optimizer"]
+from ..errors import type_of
+
+__all__ = [
+    "checked_trainable",
+    "refuse_arguments",
+    "refuse_data_elsewhere",
+    "refuse_foreign_optimizer",
+    "refuse_wrong_kinds",
+]
 
 
 def checked_trainable(model: nn.Module, device_type: str, amp_dtype: torch.dtype) -> list[nn.Parameter]:
@@ -77,6 +86,41 @@ def refuse_data_elsewhere(inputs: Any, targets: Any, device_type: str) -> None:
             )
 
 
+#: What autocast takes; float32 is none.
+AMP_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def refuse_wrong_kinds(
+    model: Any, amp_dtype: Any = None, optimizer: Any = None, scheduler: Any = None, loss_fn: Any = None
+) -> None:
+    """``ValueError`` where a part handed to ``AmpTrainState`` is not what it has to be, before a step finds out.
+
+    >>> refuse_wrong_kinds(nn.Linear(2, 1), "float16")
+    Traceback (most recent call last):
+    ...
+    ValueError: amp_dtype='float16' must be one of torch.float16, torch.bfloat16, torch.float32 (no autocast), or None
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is {type_of(model)}, expected a torch.nn.Module")
+    if amp_dtype is not None and amp_dtype not in AMP_DTYPES:
+        raise ValueError(
+            f"amp_dtype={amp_dtype!r} must be one of {', '.join(map(str, AMP_DTYPES))} (no autocast), or None"
+        )
+    if isinstance(optimizer, type) or (optimizer is not None and not hasattr(optimizer, "param_groups")):
+        what = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type_of(optimizer)
+        raise ValueError(
+            f"optimizer is {what}, expected one that is built: torch.optim.SGD(model.parameters(), lr=0.1)"
+        )
+    if isinstance(scheduler, type) or (scheduler is not None and not callable(getattr(scheduler, "step", None))):
+        raise ValueError(
+            f"scheduler is {type_of(scheduler)}, expected one from torch.optim.lr_scheduler over the optimizer, or None"
+        )
+    if loss_fn is not None and not callable(loss_fn):
+        raise ValueError(
+            f"loss_fn is {type_of(loss_fn)}, expected a function loss_fn(output, target) -> scalar, or None"
+        )
+
+
 def refuse_arguments(
     max_norm: float,
     inf_post_clip_threshold: float,
@@ -87,13 +131,13 @@ def refuse_arguments(
 ) -> None:
     """``ValueError`` with name, value and limit of an argument of ``AmpTrainState`` that is out of range."""
     for name, value in (("max_norm", max_norm), ("inf_post_clip_threshold", inf_post_clip_threshold)):
-        if not value >= 0:
+        if not isinstance(value, Real) or not value >= 0:
             raise ValueError(f"{name}={value} must be at least 0 (0 = off)")
     if loss_weighting not in ("equal", "tokens"):
         raise ValueError(f"loss_weighting={loss_weighting!r} must be equal or tokens")
-    if loss_jump_factor is not None and not loss_jump_factor > 1:
+    if loss_jump_factor is not None and not (isinstance(loss_jump_factor, Real) and loss_jump_factor > 1):
         raise ValueError(f"loss_jump_factor={loss_jump_factor} must be above 1, or None for no limit")
-    if keep_rows is not None and keep_rows < 1:
+    if keep_rows is not None and not (isinstance(keep_rows, int) and keep_rows >= 1):
         raise ValueError(f"keep_rows={keep_rows} must be at least 1, or None to keep all")
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise ValueError("ReduceLROnPlateau needs a metric for each step(); step it yourself after a validation")

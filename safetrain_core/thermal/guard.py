@@ -158,7 +158,12 @@ class ThermalGuard:
 
         Raises:
             ThermalAbort: above critical, or the sensor is lost; what ``save`` raises before a pause.
+            ValueError: the guard was not entered, or was left: nothing is watching.
         """
+        if not self.poller.running and self.state != ThermalState.ABORTED:
+            raise ValueError(
+                f"the thermal guard of {self.name} is not watching; step inside its block: with ThermalGuard(...) as g:"
+            )
         ended, seconds = wait_while_hot(lambda: Wish.STOP if should_stop() else self.wish(), self.poller.wait, save)
         self.paused_s += seconds
         if ended == Wish.ABORT:

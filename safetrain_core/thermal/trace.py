@@ -44,7 +44,7 @@ class RecordedTrace:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         try:
-            with self.path.open(encoding="utf-8", newline="") as file:
+            with self.path.open(encoding="utf-8-sig", newline="") as file:
                 self.rows = self._rows(csv.DictReader(file))
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise ValueError(f"trace {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error

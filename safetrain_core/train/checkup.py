@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.atomic import StrPath
-from ..checkpoint.folders import FOLDER_NAME, TEMPORARY
+from ..checkpoint.folders import FOLDER_NAME, TEMPORARY, unfinished
 from ..checkpoint.inspection import Fault, Inspected, files_more, look_at
-from ..checkpoint.listing import checkpoints_in, leftovers_in, unfinished_in
+from ..checkpoint.listing import checkpoints_in, leftovers_in
 from ..checkpoint.rolling import NAME, step_in
 from ..config import TrainConfig
 from ..diagnose.finding import SEVERITIES, Evidence, Finding
@@ -71,6 +71,11 @@ class Checkup:
         """The exit status: 1 for a broken checkpoint or another error, else 0."""
         return int(any(finding.severity == "error" for finding in self.findings))
 
+    @property
+    def refused(self) -> bool:
+        """Whether a resume is refused: work may lie here, and nothing of it is whole."""
+        return self.latest is None and (any(_is_rolling(one.path) for one in self.checkpoints) or len(self.cut) > 1)
+
     def to_json(self) -> dict[str, Any]:
         """As plain types."""
         return {
@@ -82,6 +87,7 @@ class Checkup:
             "cut": list(map(str, self.cut)),
             "leftovers": list(map(str, self.leftovers)),
             "latest": None if self.latest is None else str(self.latest.path),
+            "resume_refused": self.refused,
             "lost": None if self.lost is None else asdict(self.lost),
             "size_bytes": self.size_bytes,
             "free_bytes": self.free_bytes,
@@ -116,7 +122,7 @@ def verify_checkpoints(path: StrPath, world_size: int | None = None, *, free_byt
         raise ValueError(f"{path} does not exist; name a checkpoint or a folder with some")
     if world_size is not None and world_size < 1:
         raise ValueError(f"world_size={world_size} must be at least 1")
-    cut = tuple(unfinished_in(path))
+    cut = tuple(unfinished(path))
     listed = checkpoints_in(path)
     if not listed and not cut:
         raise ValueError(f"{path} holds no checkpoint (*.pt, or folders step_*); name another folder")
@@ -130,12 +136,14 @@ def verify_checkpoints(path: StrPath, world_size: int | None = None, *, free_byt
     lost = None if single else _lost(path, rolling, latest)
     next_save = max((one.size_bytes for one in rolling if one.whole), default=0)
     free = shutil.disk_usage(path).free if free_bytes is None else free_bytes
-    aside = () if single else tuple(sorted(path.glob("*.abandoned")))
+    aside = () if single else tuple(sorted(path.glob("step_*.abandoned*")))
     findings = [finding for one in checkpoints for finding in _broken(one)]
     if world_size is not None:
         findings += [finding for one in checkpoints if one.whole for finding in _on_ranks(one, world_size)]
-    if rolling and latest is None:
-        findings.append(_found("nothing_to_resume", f"none of {len(rolling)} checkpoints in {path} is whole"))
+    if latest is None and (rolling or len(cut) > 1):
+        findings.append(
+            _found("nothing_to_resume", f"none of {len(rolling) + len(cut)} checkpoints in {path} is whole")
+        )
     for rule, words, left in (
         ("cut_save", "saves were never finished", cut),
         ("stale_temporaries", "files are left of killed saves", leftovers),

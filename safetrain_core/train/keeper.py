@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Any
 from ..checkpoint.atomic import atomic_write_text
 from ..checkpoint.fit import check_fit
 from ..checkpoint.folder import FolderSource, shard_payload
+from ..checkpoint.folders import FOLDER_NAME, step_folders, unfinished
+from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.plain import plain
 from ..checkpoint.rolling import Checkpoints, step_in
 from ..checkpoint.rolling_folders import FolderCheckpoints
@@ -158,15 +161,14 @@ class Keeper:
         """
         found = Path(path) if path is not None else self._latest()
         if found is None:
-            held = self._held()
-            if held:
-                raise CheckpointError(
-                    f"none of the {len(held)} checkpoints in {self.checkpoints.folder} is whole; "
-                    "move them away to start fresh"
-                )
+            self._make_way()
             return None
         if not (found.is_file() or found.is_dir()):
             raise ValueError(f"there is no checkpoint {found}; name a step_*.pt, or a folder step_*")
+        if found.is_dir() and not FOLDER_NAME.fullmatch(found.name) and not os.path.lexists(found / MANIFEST):
+            inside = sorted([*Checkpoints(found).all(), *step_folders(found)], key=lambda path: step_in(path.name))
+            newest = f"the newest in it is {inside[-1]}" if inside else "and holds none"
+            raise ValueError(f"{found} is a folder and no checkpoint, {newest}; name a step_*.pt, or a folder step_*")
         bad = self._read_bad_windows()
         payload = self._load(found)
         self.amp.counters.load_dict(payload["state"])
@@ -177,12 +179,30 @@ class Keeper:
         for name in ("first_loss", "last_loss", "val_loss"):
             setattr(self.result, name, told.get(name))
         self._settle_config(payload["config"] or {})
-        self.checkpoints.set_aside_after(self.amp.counters.step)
-        mains(self._other.set_aside_after(self.amp.counters.step) if is_main() else None)
+        self._set_aside_after(self.amp.counters.step)
         self.checkpoints.began_at(self.amp.counters.updates)
         self._saved_step = self.amp.counters.step
         self._bad = bad
         return found
+
+    def _make_way(self) -> None:
+        """For a fresh start, as nothing can be resumed: it takes no place that a run may have left its work in.
+
+        One folder without a manifest is the first save of a run, cut short: it is set aside.
+        """
+        held, folder = self._held(), self.checkpoints.folder
+        if held and held != mains(unfinished(folder) if is_main() else None)[:1]:
+            raise CheckpointError(
+                f"none of the {len(held)} checkpoints in {folder} is whole; move them away to start fresh, or "
+                f"see what is wrong by safetrain verify {folder}"
+            )
+        if held:
+            log.warning("set aside: %s has no manifest, its save was never finished", held[0])
+            self._set_aside_after(-1)
+
+    def _set_aside_after(self, step: int) -> None:
+        self.checkpoints.set_aside_after(step)
+        mains(self._other.set_aside_after(step) if is_main() else None)
 
     def _load(self, path: Path) -> dict[str, Any]:
         amp = self.amp

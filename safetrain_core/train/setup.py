@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Mapping, Sequence, Sized
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,19 +13,57 @@ from torch import nn
 
 from ..config import TrainConfig
 from ..distributed import world_size
+from ..errors import type_of
 from ..memory.recompute import apply_recompute
 from ..optim.build import build_optimizer
 from ..optim.schedule import make_schedule
 from ..step.accumulate import scale_lr_with_batch
 from ..step.amp import AmpTrainState
+from ..step.refusals import refuse_wrong_kinds
 from ..step.window import LossFn
 
-__all__ = ["amp_from_config", "seed_everything"]
+__all__ = ["amp_from_config", "refuse_parts", "seed_everything"]
 
 AMP_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 #: Rows kept in memory; the CSV has them all.
 ROWS_KEPT = 1000
+
+
+def refuse_parts(
+    config: Any,
+    train_loader: Any,
+    val_loader: Any,
+    hooks: Sequence[Any],
+    sinks: Any,
+    blocks: Any,
+) -> None:
+    """``ValueError`` where a part handed to ``SafeTrainer`` is not what it has to be, before the run finds out.
+
+    >>> refuse_parts({"max_steps": 5}, [1], None, [], [], None)
+    Traceback (most recent call last):
+    ...
+    ValueError: config is a dict, expected a TrainConfig: TrainConfig(max_steps=...)
+    """
+    if not isinstance(config, TrainConfig):
+        keys = ", ".join(f"{key}=..." for key in config) if isinstance(config, dict) else "max_steps=..."
+        raise ValueError(f"config is {type_of(config)}, expected a TrainConfig: TrainConfig({keys})")
+    for name, loader in (("train_loader", train_loader), ("val_loader", val_loader)):
+        if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__") or (name[0] == "v" and loader is None)):
+            raise ValueError(f"{name} is {type_of(loader)}, expected an iterable of (inputs, targets) batches")
+        if isinstance(loader, Sized) and len(loader) == 0:
+            raise ValueError(f"{name} is empty (0 batches); give it at least one batch")
+    for hook in hooks:
+        if hook is not None and not callable(hook):
+            raise ValueError(f"on_row, before_step and fault are functions or None; one is {type_of(hook)}")
+    if isinstance(sinks, str) or not isinstance(sinks, Sequence):
+        raise ValueError(f"sinks is {type_of(sinks)}, expected a list of sinks")
+    for sink in sinks:
+        lacks = [name for name in ("begin", "write", "amend", "close") if not callable(getattr(sink, name, None))]
+        if lacks:
+            raise ValueError(f"a sink is {type_of(sink)} without {lacks[0]}(); it needs begin, write, amend and close")
+    if blocks is not None and not isinstance(blocks, Mapping):
+        raise ValueError(f"blocks is {type_of(blocks)}, expected a dict: name -> module, or list of parameters")
 
 
 def seed_everything(seed: int) -> None:
@@ -53,6 +93,7 @@ def amp_from_config(
     >>> amp_from_config(nn.Linear(1, 1), TrainConfig(max_steps=10, scheduler_warmup_ratio=0.5)).lr
     0.0002
     """
+    refuse_wrong_kinds(model, loss_fn=loss_fn)
     device = next((p.device for p in model.parameters() if p.requires_grad), torch.device("cpu"))
     lr = config.learning_rate
     if config.scale_lr_with_batch:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ..config import TrainConfig
 from ..distributed import is_main
-from .telemetry import CsvLog
+from .csv_log import CsvLog
 
 __all__ = ["RowLog", "Sink", "open_rows"]
 

@@ -11,17 +11,18 @@ from torch import nn
 
 from ..config import TrainConfig
 from ..diagnose.running import RunningDoctor
-from ..distributed import PAUSE, agree, rank, world_size
+from ..distributed import PAUSE, agree, is_main, rank, world_size
 from ..errors import TrainingFailed
 from ..records import BASE_COLUMNS, GRADIENT_COLUMNS, StepLog
 from ..step.window import LossFn
 from .attempts import Attempts
+from .csv_log import refuse_log
 from .cursor import Cursor
 from .keeper import Keeper
 from .result import FitResult
 from .retries import Retries
 from .safe_state import SafeState
-from .setup import amp_from_config, seed_everything
+from .setup import amp_from_config, refuse_parts, seed_everything
 from .signals import StopSignals
 from .sinks import RowLog, Sink, open_rows
 from .telemetry import block_columns, blocks_of, row_cells
@@ -89,10 +90,8 @@ class SafeTrainer:
         thermal_devices: Sequence[Any] | None = None,
         sinks: Sequence[Sink] = (),
     ) -> None:
+        refuse_parts(config, train_loader, val_loader, (on_row, before_step, fault), sinks, blocks)
         batches = len(train_loader) if isinstance(train_loader, Sized) else None
-        for name, loader in (("train_loader", train_loader), ("val_loader", val_loader)):
-            if isinstance(loader, Sized) and len(loader) == 0:
-                raise ValueError(f"{name} is empty (0 batches); give it at least one batch")
         self.model, self.config, self.val_loader, self.on_row = model, config, val_loader, on_row
         self._sinks = sinks
         self.amp = amp_from_config(model, config, loss_fn, batches)
@@ -110,8 +109,10 @@ class SafeTrainer:
         self._thermal = thermal_from_config(
             config, self.amp, self._cursor, self.result, thermal_source, thermal_devices, self._retries.newest_good
         )
+        heat = self._thermal.columns if self._thermal is not None else []
         self._resumed = self._continues = self._fitted = False
         self._blocks = blocks_of(model, blocks) if config.enable_block_grad_norms else {}
+        self._columns = [*BASE_COLUMNS, *GRADIENT_COLUMNS, *block_columns(self._blocks), *heat]
 
         self._look_every = config.nan_check_interval
         self._attempts = Attempts(self.amp, config, self._blocks)
@@ -134,11 +135,18 @@ class SafeTrainer:
         """
         if self._keeper is None:
             raise ValueError("there is no checkpoint_dir to resume from; pass one to SafeTrainer")
+        self.refuse_log(continues=True)
         found = self._keeper.resume(path)
         self.config = self._keeper.config
         self._resumed = found is not None
         self._continues = True
         return found
+
+    def refuse_log(self, *, continues: bool) -> None:
+        """``ValueError`` where the CSV log could not be opened, for a run that is resumed or a fresh one."""
+        path, rotate = self.config.csv_log_path, self.config.csv_rotate_on_schema_change
+        if path is not None and is_main():
+            refuse_log(path, self._columns, rotate=rotate, continues=continues)
 
     def fit(self) -> FitResult:
         """Run to ``max_steps`` updates, or one epoch if unset; the result, ``completed`` or ``interrupted``.
@@ -151,7 +159,12 @@ class SafeTrainer:
         config, result = self.config, self.result
         if self._fitted:
             raise ValueError("this trainer has run; build a new SafeTrainer, and resume() it to go on")
+        if self.val_loader is None and config.eval_every_n_steps is not None:
+            raise ValueError(
+                f"eval_every_n_steps={config.eval_every_n_steps} needs a val_loader; pass one to SafeTrainer"
+            )
         self._fitted = True
+        self.refuse_log(continues=self._continues)
         if not self._resumed:
             if self._keeper is not None:
                 self._keeper.begin_fresh()
@@ -252,10 +265,8 @@ class SafeTrainer:
         return stopped or (steps is not None and self.state.updates >= steps)
 
     def _open_log(self, stack: contextlib.ExitStack) -> RowLog | None:
-        heat = self._thermal.columns if self._thermal is not None else []
-        columns = [*BASE_COLUMNS, *GRADIENT_COLUMNS, *block_columns(self._blocks), *heat]
         after = self.state.step if self._continues else None
-        return stack.enter_context(open_rows(self.config, columns, self._sinks, resume_after=after))
+        return stack.enter_context(open_rows(self.config, self._columns, self._sinks, resume_after=after))
 
     def _attempt(self, window: list[tuple[Any, Any]], start: tuple[int, int]) -> list[StepLog]:
         """Attempt one step, and do what any rank asked for at it; the rows that are known now."""

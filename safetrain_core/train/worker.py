@@ -200,23 +200,27 @@ def _run(job: Job) -> Report:
             checkpoint_dir=out,
             identity={"model": dataclasses.asdict(model.config), "corpus": corpus.sha256()},
         )
+        idle = False
         ranks = f", {world_size()} ranks" if world_size() > 1 else ""
         data = f"{len(corpus.train):,} sequences of {job.size.context}"
         about = f"MiniGPT with {weights:,} weights on {device}{ranks}, {data}"
         if job.resume is not None:
             found = trainer.resume(None if job.resume == "auto" else job.resume)
             about += "\n" + (f"resumed from step {trainer.state.step}: {found}" if found else "starting fresh")
-            if config.max_steps is not None and trainer.state.updates >= config.max_steps:
+            idle = config.max_steps is not None and trainer.state.updates >= config.max_steps
+            if idle:
                 about += f"\nnothing to do: {trainer.state.updates} updates are behind, max_steps={config.max_steps}"
         else:
+            if (log := config.csv_log_path) is not None and Path(log).absolute() != (out / "metrics.csv").absolute():
+                trainer.refuse_log(continues=False)  # while the old run is still there
             _on_main(lambda: remove_old_run(out))
         began = trainer.state.step
-        if main:
+        if main and not idle:  # where nothing is done, the file keeps telling of the run that was
             # As it is resolved, but for the log's default place: with this file another run must not write this log.
             resolved = {**trainer.config.model_dump(), "csv_log_path": config.csv_log_path}
             atomic_write_text(yaml.safe_dump(resolved, sort_keys=False), out / "config.yaml")
-            if not job.quiet:
-                say(about)
+        if main and not job.quiet:
+            say(about)
         failure, ended = None, 0
         try:
             result = trainer.fit()

@@ -30,10 +30,6 @@ OWN_FOLDERS = (
 )
 
 
-#: Answers beforehand what JupyterLab asks in a corner at its first start: no news, please.
-NO_NEWS = {"fetchNews": "false", "checkForUpdates": False}
-
-
 @dataclass(frozen=True)
 class Server:
     """A running JupyterLab: ``url`` ends with a slash."""
@@ -66,9 +62,6 @@ def serving(lessons: Path, place: Path) -> Iterator[Server]:
     # The token goes by the environment, since anyone can read a command line.
     environment = {**os.environ, "JUPYTER_TOKEN": token, "OMP_WAIT_POLICY": "PASSIVE"}
     environment |= {name: str(place / name.lower()) for name in OWN_FOLDERS}
-    answers = place / "jupyterlab_settings_dir/@jupyterlab/apputils-extension/notification.jupyterlab-settings"
-    answers.parent.mkdir(parents=True)
-    answers.write_text(json.dumps(NO_NEWS), encoding="utf-8")
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--port=0"]
     command += [f"--ServerApp.root_dir={copy}", "--LabApp.expose_app_in_browser=True"]
     log = place / "server.log"

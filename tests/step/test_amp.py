@@ -573,3 +573,22 @@ def test_frozen_weights_and_an_optimizer_over_part_of_the_model_are_fine():
     frozen = copy.deepcopy(model[0].state_dict())
     assert not AmpTrainState(model, amp_dtype=torch.float16).step(X, Y).skipped
     assert_same(model[0].state_dict(), frozen)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"model": None}, "model is a NoneType, expected a torch.nn.Module"),
+        ({"amp_dtype": "float16"}, "amp_dtype='float16' must be one of torch.float16"),
+        ({"amp_dtype": torch.int8}, "amp_dtype=torch.int8 must be one of"),
+        ({"optimizer": torch.optim.SGD}, "optimizer is the class SGD, expected one that is built"),
+        ({"optimizer": 3}, "optimizer is an int"),
+        ({"scheduler": 5}, "scheduler is an int, expected one from torch.optim.lr_scheduler"),
+        ({"loss_fn": 3}, "loss_fn is an int, expected a function"),
+        ({"max_norm": "1"}, "max_norm=1 must be at least 0"),
+        ({"keep_rows": 2.5}, "keep_rows=2.5 must be at least 1"),
+    ],
+)
+def test_an_argument_of_a_wrong_kind_is_refused_before_a_step_finds_out(options, told):
+    with pytest.raises(ValueError, match=told):
+        AmpTrainState(**{"model": nn.Linear(2, 1), **options})

@@ -239,3 +239,16 @@ def test_the_largest_wish_of_several_ranks_counts():
 def test_a_poller_is_entered_once_at_a_time():
     with Poller(lambda: 1.0, 1.0) as poller, pytest.raises(ValueError, match="running already"):
         poller.__enter__()
+
+
+def test_a_guard_that_is_not_watching_says_so_and_an_abort_stays_one():
+    guard = ThermalGuard(lambda: 50.0, **QUICK)
+    with pytest.raises(ValueError, match="the thermal guard of GPU is not watching"):
+        guard.hold()
+    with guard:
+        assert guard.hold()
+    with pytest.raises(ValueError, match="is not watching"):
+        guard.hold()
+    guard.see(99.0)
+    with pytest.raises(ThermalAbort):
+        guard.hold()

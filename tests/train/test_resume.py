@@ -457,3 +457,73 @@ def test_a_completed_run_that_is_extended_is_the_longer_run_validation_or_not(tm
 
     whole = run(tmp_path / "whole", 10)
     assert run(tmp_path / "parts", 4) + run(tmp_path / "parts", 10) == whole
+
+
+def cut_folder(parent, name, manifest=None):
+    """A checkpoint folder ``name`` whose manifest has this text; None: has none."""
+    folder = parent / name
+    folder.mkdir(parents=True)
+    (folder / "rank0.bin").write_bytes(b"weights")
+    if manifest is not None:
+        (folder / "manifest.json").write_text(manifest)
+    return folder
+
+
+@pytest.mark.parametrize("manifest", ["", "{", "{}", '{"schema": "ckpt.dcp.v1"}', '{"schema": "other"}'])
+def test_a_folder_whose_manifest_is_damaged_is_no_fresh_start_and_stays(tmp_path, manifest):
+    folder = cut_folder(tmp_path, "step_00000010", manifest)
+    _, trainer = make(tmp_path, LOADERS["shuffle"](), max_steps=2)
+    with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints in .* is whole; move them"):
+        trainer.resume()
+    with pytest.raises(ValueError, match="holds checkpoints of a run already"):
+        trainer.fit()
+    assert {path.name for path in folder.iterdir()} == {"rank0.bin", "manifest.json"}
+
+
+def test_two_folders_without_a_manifest_are_no_fresh_start_one_is_a_first_save_that_was_cut(tmp_path, caplog):
+    first = cut_folder(tmp_path, "step_00000010")
+    second = cut_folder(tmp_path, "step_00000020")
+    _, trainer = make(tmp_path, LOADERS["shuffle"](), max_steps=2)
+    with pytest.raises(CheckpointError, match="none of the 2 checkpoints"):
+        trainer.resume()
+    assert (first / "rank0.bin").exists()
+    (second / "rank0.bin").unlink()
+    second.rmdir()
+    with caplog.at_level(logging.WARNING):
+        assert trainer.resume() is None
+    assert "step_00000010 has no manifest, its save was never finished" in caplog.text
+    trainer.fit()
+    assert (tmp_path / "step_00000010.abandoned" / "rank0.bin").read_bytes() == b"weights"
+    assert (tmp_path / "step_00000002.pt").exists()
+
+
+@pytest.mark.parametrize("manifest", [None, "{"])
+def test_a_newer_folder_that_is_not_whole_is_passed_over_by_name_and_set_aside(tmp_path, caplog, manifest):
+    make(tmp_path, LOADERS["shuffle"](), max_steps=3, scheduler_type="constant")[1].fit()
+    cut_folder(tmp_path, "step_00000007", manifest)
+    _, trainer = make(tmp_path, LOADERS["shuffle"](), max_steps=5, scheduler_type="constant")
+    with caplog.at_level(logging.WARNING):
+        assert trainer.resume() == tmp_path / "step_00000003.pt"
+    assert "passed over: " in caplog.text
+    assert "step_00000007" in caplog.text
+    assert (tmp_path / "step_00000007.abandoned" / "rank0.bin").exists()
+
+
+def test_what_was_set_aside_before_stays_beside_what_is_set_aside_now(tmp_path):
+    make(tmp_path, LOADERS["shuffle"](), max_steps=3)[1].fit()
+    kept = (tmp_path / "step_00000003.pt").read_bytes()
+    for _ in range(2):
+        _, trainer = make(tmp_path, LOADERS["shuffle"](), max_steps=3)
+        trainer.resume(tmp_path / "step_00000002.pt")
+        trainer.fit()
+    assert (tmp_path / "step_00000003.pt.abandoned").read_bytes() == kept
+    assert (tmp_path / "step_00000003.pt.abandoned2").exists()
+
+
+def test_a_folder_that_is_no_checkpoint_is_the_users_mistake_and_its_newest_is_named(tmp_path):
+    _, trainer = make(tmp_path / "other", LOADERS["shuffle"](), max_steps=3)
+    with pytest.raises(ValueError, match="is a folder and no checkpoint, and holds none; name a step"):
+        trainer.resume(tmp_path)
+    make(tmp_path / "first", LOADERS["shuffle"](), max_steps=3)[1].fit()
+    with pytest.raises(ValueError, match=r"the newest in it is .*first.step_00000003\.pt; name a step"):
+        trainer.resume(tmp_path / "first")

@@ -10,7 +10,8 @@ from torch import nn
 
 from safetrain_core import MiniGPT, MiniGPTConfig
 from safetrain_core.records import BASE_COLUMNS
-from safetrain_core.train.telemetry import CsvLog, block_norms, blocks_of
+from safetrain_core.train.csv_log import CsvLog
+from safetrain_core.train.telemetry import block_norms, blocks_of
 
 COLUMNS = ("step", "loss")
 
@@ -87,7 +88,7 @@ def test_with_rotation_off_a_log_in_the_way_is_an_error_that_names_the_columns_a
 
 def test_a_second_process_is_refused_and_the_log_is_whole(tmp_path):
     path = tmp_path / "m.csv"
-    code = f"from safetrain_core.train.telemetry import CsvLog; CsvLog({str(path)!r}, ('step', 'loss'), resume_after=1)"
+    code = f"from safetrain_core.train.csv_log import CsvLog; CsvLog({str(path)!r}, ('step', 'loss'), resume_after=1)"
     with CsvLog(path, COLUMNS) as log:
         log.write({"step": 1, "loss": 0.5})
         other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

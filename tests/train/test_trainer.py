@@ -225,3 +225,60 @@ def test_ranks_on_cpus_are_refused_where_torch_cannot_shard_there(monkeypatch):
     monkeypatch.delattr(torch.cpu.Stream, "record_event", raising=False)  # as in torch 2.6
     with pytest.raises(ValueError, match=r"FSDP2 on CPUs needs torch 2\.7 or newer, this is"):
         sharded(nn.Linear(1, 1), torch.device("cpu"))
+
+
+def test_validations_without_a_val_loader_are_refused():
+    with pytest.raises(ValueError, match="eval_every_n_steps=5 needs a val_loader"):
+        fit(batches(2), max_steps=1, eval_every_n_steps=5)
+
+
+class Half:
+    """A sink without an end."""
+
+    def begin(self, resume_after):
+        pass
+
+    def write(self, row):
+        pass
+
+    amend = write
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"model": None}, "model is a NoneType, expected a torch.nn.Module"),
+        ({"config": {"max_steps": 3}}, r"config is a dict, expected a TrainConfig: TrainConfig\(max_steps=...\)"),
+        ({"train_loader": 5}, r"train_loader is an int, expected an iterable of \(inputs, targets\) batches"),
+        ({"val_loader": 5}, "val_loader is an int"),
+        ({"loss_fn": "mse"}, "loss_fn is a str, expected a function"),
+        ({"on_row": "print"}, "are functions or None; one is a str"),
+        ({"sinks": print}, "sinks is a builtin_function_or_method, expected a list of sinks"),
+        ({"sinks": [Half()]}, r"a sink is a Half without close\(\)"),
+        ({"blocks": ["net"]}, "blocks is a list, expected a dict"),
+    ],
+)
+def test_a_part_of_a_wrong_kind_is_refused_before_the_run(change, told):
+    parts = {"model": model(), "config": TrainConfig(max_steps=1), "train_loader": batches(2), **change}
+    with pytest.raises(ValueError, match=told):
+        SafeTrainer(**parts)
+
+
+@pytest.mark.parametrize("there", ["a,b\n", "folder", "a file above"])
+def test_a_log_that_cannot_be_written_is_refused_before_anything_is_changed(tmp_path, there):
+    path = tmp_path / "m.csv"
+    if there == "folder":
+        path.mkdir()
+    elif there == "a file above":
+        path.write_text("x")
+        path = path / "m.csv"
+    else:
+        path.write_text(there)
+    trainer = SafeTrainer(
+        model(), TrainConfig(max_steps=1, csv_log_path=str(path)), batches(2), checkpoint_dir=tmp_path / "a"
+    )
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match=r"csv log .*(no log|cannot be written)"):
+        trainer.fit()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not (tmp_path / "a").exists()
