@@ -24,60 +24,65 @@ SHORT = "too short a run to show this: "
 
 
 class Run(NamedTuple):
-    """Flags of a run, what it must say beside what each run says, and the tables it must save (file, first column)."""
+    """Flags of a run, and what it must say and save beside what each run does."""
 
     flags: str
     told: tuple[str, ...] = ()
-    tables: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    #: Its rows: lessons 03, 04 and 05 skip no step.
+    rows: tuple[str, ...] = ("STEP step=", "SKIP step=")
+    #: A table, and its first column.
+    table: tuple[str, list[str]] | None = None
     #: None: without --out, in the folder that is the default.
     out: str | None = "here"
 
 
-#: A row of a skipped step; lessons 03, 04 and 05 skip none.
-SKIP = ("SKIP step=",)
+STEP, SKIP = ("STEP step=",), ("SKIP step=",)
 
 RUNS: dict[str, list[Run]] = {
-    "00_start_here": [Run("--num-steps 14 --seed 1", SKIP)],
+    "00_start_here": [Run("--num-steps 14 --seed 1")],
     "01_clipping_amp": [
-        Run("--num-steps 100 --seed 3", (*SKIP, "step=100 ")),
-        # It ends on the bad batch, whose factor no later row can show.
-        Run("--num-steps 12", (*SKIP, SHORT)),
-        Run("--num-steps 1", (SHORT,), out=None),
+        Run("--num-steps 100 --seed 3", ("step=100 ",)),
+        # It ends on the bad batch, so no later row shows what became of the factor.
+        Run("--num-steps 12", (SHORT, "saved here/spike.png")),
+        # Its one step overflows.
+        Run("--num-steps 1", (SHORT, "saved runs/01_clipping_amp/spike.png"), rows=SKIP, out=None),
     ],
     "02_accumulation": [
         Run(
             "--num-steps 1 --accum-grid 2 --micro-batch 3 --seed 1",
             (
-                *SKIP,
                 SHORT + "--num-steps 12",
                 SHORT + "--accum-grid with two different values",
                 "3 rows x 4 micro-batches x 2 ranks = 24 rows",
             ),
-            tables=(("throughput.csv", ("K", "2")),),
+            table=("throughput.csv", ["K", "2"]),
         )
     ],
     "03_checkpoint_resume": [
-        # At an epoch's end; and a short run that stops a step before its end.
-        Run("--total-steps 16 --interrupt-at 8", (SHORT, "loss difference to the uninterrupted run: 0.0\n")),
-        Run("--total-steps 7 --interrupt-at 6 --seed 2", (SHORT, "loss difference to the uninterrupted run: 0.0\n")),
+        # Interrupted at an epoch's end; and a step before the end of a short run.
+        Run("--total-steps 16 --interrupt-at 8", (SHORT, "loss difference to the uninterrupted run: 0.0\n"), STEP),
+        Run(
+            "--total-steps 7 --interrupt-at 6 --seed 2",
+            (SHORT, "loss difference to the uninterrupted run: 0.0\n"),
+            STEP,
+        ),
     ],
-    "04_sharded_resume": [Run("--ranks 3 --seed 1"), Run("--num-steps 11 --ranks 2 --seed 2")],
+    "04_sharded_resume": [Run("--ranks 3 --seed 1", rows=STEP), Run("--num-steps 11 --ranks 2 --seed 2", rows=STEP)],
     "05_gradient_checkpointing": [
-        Run("--layers 6 --seed 2", ("least by the rule at k = 2 and by count at k = 1",)),
+        Run("--layers 6 --seed 2", ("least by the rule at k = 2 and by count at k = 1",), STEP),
     ],
     "06_thermal_guard": [
         Run(
             "--pause-c 61 --resume-c 60 --num-steps 100 --seed 3",
-            (*SKIP, SHORT + "at least 5 C", "is above pause 61 C"),
+            (SHORT + "at least 5 C", "is above pause 61 C"),
         )
     ],
-    "07_low_rank_gradients": [Run("--num-steps 12 --seed 3", SKIP)],
+    "07_low_rank_gradients": [Run("--num-steps 12 --seed 3")],
     "08_distributed_run": [
         # Three ranks: dimensions do not divide by them.
         Run(
             "--ranks 3 --num-steps 2 --seed 4",
             (
-                *SKIP,
                 "RESUME VERIFIED: from step 1 to 2",
                 "3 of 3 shards reloaded",
                 "exactly 12 P / N on each rank for N = 1\n",
@@ -153,19 +158,20 @@ def test_script_runs_headless_and_saves_its_pictures(stem: str, run: Run, tmp_pa
     done = start(stem, *run.flags.split(), *(["--out", run.out] if run.out else []), cwd=tmp_path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert done.stderr == ""
-    for words in ("STEP step=", *run.told, "Every claim of this lesson held."):
+    for words in (*run.rows, *run.told, "Every claim of this lesson held."):
         assert words in done.stdout or words in done.stdout.replace("\n", " ")
 
     out = run.out or f"runs/{stem}"
     folder = tmp_path / out
     assert list(folder.glob("*.png"))
-    for path in folder.iterdir():
-        assert path.stat().st_size > 0
-        assert f"saved {out}/{path.name}" in done.stdout.replace(os.sep, "/")
+    saved = re.findall(rf"^saved ({re.escape(out)}/.+)$", done.stdout.replace(os.sep, "/"), re.MULTILINE)
+    assert {f"{out}/{path.name}" for path in folder.iterdir()} == set(saved)
+    assert all(path.stat().st_size > 0 for path in folder.iterdir())
     inside = {folder, *folder.iterdir(), *folder.parents}
     assert [path for path in tmp_path.rglob("*") if path not in inside] == [], "it wrote outside --out"
-    for name, column in run.tables:
-        assert tuple(line.split(",")[0] for line in (folder / name).read_text().splitlines()) == column
+    if run.table is not None:
+        name, column = run.table
+        assert [line.split(",")[0] for line in (folder / name).read_text().splitlines()] == column
 
 
 @pytest.fixture(scope="module")
