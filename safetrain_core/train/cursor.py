@@ -7,13 +7,33 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from ..checkpoint.rng import capture_rng_state, restore_rng_state
 from ..errors import CheckpointError, type_of
 from ..records import TrainState
 from ..step.accumulate import windows
 
-__all__ = ["Cursor", "batch_to", "samples_in"]
+__all__ = ["Cursor", "batch_to", "length_of", "samples_in"]
+
+
+def length_of(loader: Any) -> int | None:
+    """How many batches an epoch of ``loader`` has; None where it cannot say.
+
+    A DataLoader always has a ``__len__``; over an ``IterableDataset`` without one it raises ``TypeError``.
+
+    >>> length_of([1, 2]), length_of(iter([1, 2]))
+    (2, None)
+    """
+    try:
+        return len(loader) if isinstance(loader, Sized) else None
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def streams(loader: Any) -> bool:
+    """Whether a DataLoader reads a stream: its length is a guess then, and where it ends is seen by reading on."""
+    return isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
 class Cursor:
@@ -64,7 +84,7 @@ class Cursor:
 
     def settle(self) -> None:
         """Where the epoch's last batch is behind, stand at the beginning of the next one."""
-        if isinstance(self.loader, Sized) and self.state.batch_in_epoch == len(self.loader):
+        if not streams(self.loader) and self.state.batch_in_epoch == length_of(self.loader):
             # A shuffling sampler draws from its generator once more when it is asked for a batch that is not there.
             next(self._batches, None)
             self._end_epoch()
