@@ -151,6 +151,9 @@ class SafeTrainer:
     def fit(self) -> FitResult:
         """Run to ``max_steps`` updates, or one epoch if unset; the result, ``completed`` or ``interrupted``.
 
+        All of the model is put into training mode first; a part that is to stay in eval mode (a frozen BatchNorm) has
+        to put itself back, in its own ``train()``, or in a ``before_step``.
+
         Raises:
             TrainingFailed: more bad steps than ``max_nan_retries``; the result is its ``.result``.
             ThermalAbort: the device is critical or its sensor lost; with a ``checkpoint_dir``, saved first.
