@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..distributed import world_size
+from ..errors import type_of
 from .accumulate import no_sync_context, window_weights
 from .refusals import refuse_data_elsewhere
 
@@ -44,8 +45,12 @@ def default_loss(output: Tensor, target: Tensor) -> Tensor:
     """``mse_loss`` for floating-point targets, else ``cross_entropy``.
 
     Raises:
-        ValueError: floating-point targets of another shape than the output, which ``mse_loss`` would broadcast.
+        ValueError: floating-point targets of another shape than the output, which ``mse_loss`` would broadcast; output
+            or targets that are no tensor.
     """
+    for name, value in (("the model's output is", output), ("targets are", target)):
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} {type_of(value)}, and the default loss takes tensors; pass a loss_fn")
     if target.is_floating_point() and output.shape != target.shape:
         raise ValueError(
             f"output has shape {tuple(output.shape)} and targets {tuple(target.shape)}; mse_loss would broadcast them: "
