@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..distributed import world_size
+from ..errors import type_of
 from .accumulate import no_sync_context, window_weights
 from .refusals import refuse_data_elsewhere
 
@@ -44,8 +45,20 @@ def default_loss(output: Tensor, target: Tensor) -> Tensor:
     """``mse_loss`` for floating-point targets, else ``cross_entropy``.
 
     Raises:
-        ValueError: floating-point targets of another shape than the output, which ``mse_loss`` would broadcast.
+        ValueError: an output or targets that are no tensor; floating-point targets of another shape than the output,
+            which ``mse_loss`` would broadcast.
+
+    >>> default_loss((torch.zeros(1), torch.zeros(2)), torch.zeros(2))
+    Traceback (most recent call last):
+    ...
+    ValueError: the model's output is a tuple, and the default loss takes a tensor; pass loss_fn, for example ...
     """
+    for what, value in (("the model's output is", output), ("the batch's targets are", target)):
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"{what} {type_of(value)}, and the default loss takes a tensor; pass loss_fn, for example "
+                "loss_fn=lambda output, targets: cross_entropy(output[0], targets), or output.logits where it has them"
+            )
     if target.is_floating_point() and output.shape != target.shape:
         raise ValueError(
             f"output has shape {tuple(output.shape)} and targets {tuple(target.shape)}; mse_loss would broadcast them: "

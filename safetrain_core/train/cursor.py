@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from ..checkpoint.rng import capture_rng_state, restore_rng_state
 from ..errors import CheckpointError, type_of
@@ -144,18 +145,27 @@ class Cursor:
 
 
 def batch_to(device: torch.device, batch: Any) -> tuple[Any, Any]:
-    """The pair ``(inputs, targets)`` with its tensors on ``device``; ``ValueError`` when it is no pair.
+    """The pair ``(inputs, targets)`` with its tensors on ``device``, also those in dicts, lists and tuples.
+
+    ``ValueError`` when it is no pair.
+
+    >>> inputs, targets = batch_to(torch.device("meta"), ({"ids": torch.zeros(2), "name": "a"}, (torch.zeros(1), 3)))
+    >>> inputs["ids"].device.type, inputs["name"], targets[0].device.type, targets[1]
+    ('meta', 'a', 'meta', 3)
 
     >>> batch_to(torch.device("cpu"), {"x": 1})
     Traceback (most recent call last):
     ...
-    ValueError: a batch is a dict of 1, expected a pair (inputs, targets)
+    ValueError: a batch is a dict of 1, expected a pair (inputs, targets); make pairs in the loader's collate_fn, ...
     """
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         size = f" of {len(batch)}" if isinstance(batch, Sized) else ""
-        raise ValueError(f"a batch is {type_of(batch)}{size}, expected a pair (inputs, targets)")
+        raise ValueError(
+            f"a batch is {type_of(batch)}{size}, expected a pair (inputs, targets); make pairs in the loader's "
+            "collate_fn, or in a generator around it (inputs may be a dict or a tuple: the model gets them as they are)"
+        )
     ahead = device.type != "cpu"  # a copy to the CPU that nobody waits for is read before it is there
-    inputs, targets = (x.to(device, non_blocking=ahead) if isinstance(x, Tensor) else x for x in batch)
+    inputs, targets = tree_map(lambda x: x.to(device, non_blocking=ahead) if isinstance(x, Tensor) else x, tuple(batch))
     return inputs, targets
 
 
