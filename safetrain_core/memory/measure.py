@@ -168,6 +168,12 @@ def step_of(
 
 
 def _default_loss(output: Tensor, targets: Tensor) -> Tensor:
+    for what, value in (("the model's output is", output), ("the batch's targets are", targets)):
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"{what} {type_of(value)}, and the default loss takes a tensor; pass loss_fn, for example "
+                "loss_fn=lambda output, targets: cross_entropy(output[0], targets), or output.logits where it has them"
+            )
     if targets.is_floating_point():
         return F.mse_loss(output, targets)
     return F.cross_entropy(output.flatten(0, -2), targets.flatten())

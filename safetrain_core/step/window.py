@@ -45,12 +45,20 @@ def default_loss(output: Tensor, target: Tensor) -> Tensor:
     """``mse_loss`` for floating-point targets, else ``cross_entropy``.
 
     Raises:
-        ValueError: floating-point targets of another shape than the output, which ``mse_loss`` would broadcast; output
-            or targets that are no tensor.
+        ValueError: an output or targets that are no tensor; floating-point targets of another shape than the output,
+            which ``mse_loss`` would broadcast.
+
+    >>> default_loss((torch.zeros(1), torch.zeros(2)), torch.zeros(2))
+    Traceback (most recent call last):
+    ...
+    ValueError: the model's output is a tuple, and the default loss takes a tensor; pass loss_fn, for example ...
     """
-    for name, value in (("the model's output is", output), ("targets are", target)):
+    for what, value in (("the model's output is", output), ("the batch's targets are", target)):
         if not isinstance(value, Tensor):
-            raise ValueError(f"{name} {type_of(value)}, and the default loss takes tensors; pass a loss_fn")
+            raise ValueError(
+                f"{what} {type_of(value)}, and the default loss takes a tensor; pass loss_fn, for example "
+                "loss_fn=lambda output, targets: cross_entropy(output[0], targets), or output.logits where it has them"
+            )
     if target.is_floating_point() and output.shape != target.shape:
         raise ValueError(
             f"output has shape {tuple(output.shape)} and targets {tuple(target.shape)}; mse_loss would broadcast them: "

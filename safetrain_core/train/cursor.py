@@ -165,20 +165,24 @@ class Cursor:
 
 
 def batch_to(device: torch.device, batch: Any) -> tuple[Any, Any]:
-    """The pair ``(inputs, targets)`` with its tensors on ``device``; ``ValueError`` when it is no pair.
+    """The pair ``(inputs, targets)`` with its tensors on ``device``, also those in dicts, lists and tuples.
 
-    Tensors inside dicts, lists and tuples move, too, and what has a ``.to(device)`` of its own, by that.
+    What has a ``.to(device)`` of its own moves by that. ``ValueError`` when it is no pair.
 
-    >>> batch_to(torch.device("meta"), ({"x": torch.ones(2)}, "name"))
-    ({'x': tensor(..., device='meta', size=(2,))}, 'name')
+    >>> inputs, targets = batch_to(torch.device("meta"), ({"ids": torch.zeros(2), "name": "a"}, (torch.zeros(1), 3)))
+    >>> inputs["ids"].device.type, inputs["name"], targets[0].device.type, targets[1]
+    ('meta', 'a', 'meta', 3)
     >>> batch_to(torch.device("cpu"), {"x": 1})
     Traceback (most recent call last):
     ...
-    ValueError: a batch is a dict of 1, expected a pair (inputs, targets)
+    ValueError: a batch is a dict of 1, expected a pair (inputs, targets); make pairs in the loader's collate_fn, ...
     """
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         size = f" of {len(batch)}" if isinstance(batch, Sized) else ""
-        raise ValueError(f"a batch is {type_of(batch)}{size}, expected a pair (inputs, targets)")
+        raise ValueError(
+            f"a batch is {type_of(batch)}{size}, expected a pair (inputs, targets); make pairs in the loader's "
+            "collate_fn, or in a generator around it (inputs may be a dict or a tuple: the model gets them as they are)"
+        )
     ahead = device.type != "cpu"  # a copy to the CPU that nobody waits for is read before it is there
 
     def moved(value: Any) -> Any:

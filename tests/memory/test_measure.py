@@ -201,3 +201,15 @@ def test_a_batch_without_targets_is_refused_not_cut_in_two(batch):
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     with pytest.raises(ValueError, match=r"batch must be a tuple \(inputs, targets\)"):
         measure_recompute(model, batch)
+
+
+def test_a_model_that_answers_with_a_tuple_needs_a_loss_fn_and_is_told_so():
+    class Answering(torch.nn.Sequential):
+        def forward(self, x):
+            return (super().forward(x),)
+
+    model, batch = Answering(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), (torch.ones(2, 4), torch.ones(2, 4))
+    with pytest.raises(ValueError, match=r"the model's output is a tuple.*pass loss_fn"):
+        measure_recompute(model, batch)
+    cost = measure_recompute(model, batch, loss_fn=lambda output, y: torch.nn.functional.mse_loss(output[0], y))
+    assert cost.activation_bytes > 0

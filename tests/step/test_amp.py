@@ -674,7 +674,7 @@ def test_an_optimizer_that_needs_a_closure_is_refused_at_once():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "targets are a dict, and the default loss takes tensors; pass a loss_fn"),
+        ({}, "targets are a dict, and the default loss takes a tensor; pass loss_fn"),
         ({"loss_weighting": "tokens", "loss_fn": lambda out, y: out.sum()}, "targets are a dict; tokens are counted"),
     ],
 )

@@ -4,6 +4,7 @@ import csv
 import math
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -187,7 +188,8 @@ def test_rows_in_memory_are_bounded_while_the_log_has_them_all(tmp_path, monkeyp
         ([], {}, "train_loader is empty"),
         (iter([]), {"max_steps": 3}, "train_loader is empty"),
         ([torch.zeros(2, 3)], {}, "a batch is a Tensor of 2, expected a pair"),
-        ([{"x": 1}], {}, "a batch is a dict of 1, expected a pair"),
+        ([{"x": 1}], {}, "a batch is a dict of 1, expected a pair.*collate_fn"),
+        ([(torch.zeros(4, 3), {"y": torch.zeros(4, 1)})], {}, "targets are a dict.*pass loss_fn"),
         (iter([]), {}, "needs a length"),
         (
             batches(1),
@@ -201,6 +203,35 @@ def test_rows_in_memory_are_bounded_while_the_log_has_them_all(tmp_path, monkeyp
 def test_what_cannot_be_trained_is_refused(loader, config, told):
     with pytest.raises(ValueError, match=told):
         fit(loader, **config)
+
+
+class Answering(torch.nn.Module):
+    """As the models of other libraries do: takes a dict, and answers with a tuple, or with an object."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.linear, self.wrap = torch.nn.Linear(3, 1), wrap
+
+    def forward(self, inputs):
+        return self.wrap(self.linear(inputs["x"]))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "kind", "loss_fn"),
+    [
+        (lambda y: (y, None), "tuple", lambda output, targets: torch.nn.functional.mse_loss(output[0], targets)),
+        (
+            lambda y: SimpleNamespace(logits=y),
+            "SimpleNamespace",
+            lambda output, targets: torch.nn.functional.mse_loss(output.logits, targets),
+        ),
+    ],
+)
+def test_a_model_that_answers_with_no_tensor_needs_a_loss_fn_and_is_told_so(wrap, kind, loss_fn):
+    data = [({"x": torch.zeros(4, 3)}, torch.zeros(4, 1))] * 2
+    with pytest.raises(ValueError, match=rf"the model's output is a {kind}.*pass loss_fn.*output.logits"):
+        SafeTrainer(Answering(wrap), TrainConfig(), data).fit()
+    assert SafeTrainer(Answering(wrap), TrainConfig(), data, loss_fn=loss_fn).fit().state.updates == 2
 
 
 def test_a_trainer_runs_once(tmp_path):
