@@ -6,16 +6,13 @@ No row has the defaults of all flags, as the notebooks are checked with these.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from exercises import LESSONS
@@ -174,54 +171,27 @@ def test_script_runs_headless_and_saves_its_pictures(stem: str, run: Run, tmp_pa
         assert [line.split(",")[0] for line in (folder / name).read_text().splitlines()] == column
 
 
-@pytest.fixture(scope="module")
-def told_to(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, dict[str, Any]]]:
-    """What a lesson answers to ``--help`` and to each mistake, from one process for all of them."""
-
-    @cache
-    def answers(stem: str) -> dict[str, dict[str, Any]]:
-        asked = ["--help", *(flags for flags, _ in [*ALWAYS, *MISTAKES[stem]])]
-        argvs = json.dumps([shlex.split(flags) for flags in asked])
-        command = [sys.executable, str(Path(__file__).with_name("run_each.py")), str(LESSONS / f"{stem}.py"), argvs]
-        done = subprocess.run(
-            command, cwd=tmp_path_factory.mktemp("asked"), capture_output=True, text=True, timeout=150, check=True
-        )
-        return dict(zip(asked, json.loads(done.stdout), strict=True))
-
-    return answers
-
-
-def test_help_names_every_flag_and_each_is_used_in_a_run(script: Path, told_to: Callable) -> None:
-    done = told_to(script.stem)["--help"]
-    assert done["status"] == 0
-    assert done["stderr"] == ""
-    assert "--help" in done["stdout"]
+def test_help_names_every_flag_and_each_is_used_in_a_run(script: Path, tmp_path: Path) -> None:
+    done = start(script.stem, "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert "--help" in done.stdout
     used = {word for run in RUNS[script.stem] for word in run.flags.split() if word.startswith("--")}
     assert "--seed" in used
-    assert set(re.findall(r"^  (--[a-z-]+) ", done["stdout"], re.MULTILINE)) == used | {"--out"}
+    assert set(re.findall(r"^  (--[a-z-]+) ", done.stdout, re.MULTILINE)) == used | {"--out"}
     if script.stem == "02_accumulation":
-        assert "1,2,4,8,16" in done["stdout"]
-    assert done["left"] == []
-
-
-def assert_refused(status: int, stderr: str, told: str, left: list[str]) -> None:
-    assert status == 2
-    assert stderr.count("\n") == 1
-    assert "Traceback" not in stderr
-    assert told in stderr
-    assert left == []
+        assert "1,2,4,8,16" in done.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("stem", "flags", "told"), ALL_MISTAKES)
-def test_a_mistake_is_one_line_and_status_2(stem: str, flags: str, told: str, told_to: Callable) -> None:
-    done = told_to(stem)[flags]
-    assert_refused(done["status"], done["stderr"], told, done["left"])
-
-
-def test_a_process_of_its_own_refuses_as_well(script: Path, tmp_path: Path) -> None:
-    flags, told = [*ALWAYS, *MISTAKES[script.stem]][-1]
-    done = start(script.stem, *shlex.split(flags), cwd=tmp_path)
-    assert_refused(done.returncode, done.stderr, told, [path.name for path in tmp_path.iterdir()])
+def test_a_mistake_is_one_line_and_status_2(stem: str, flags: str, told: str, tmp_path: Path) -> None:
+    done = start(stem, *shlex.split(flags), cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
+    assert told in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_lesson_imports_support_before_torch_so_that_idle_threads_sleep(script: Path) -> None:
