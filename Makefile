@@ -44,7 +44,7 @@ lessons: $(READY)  ## run every lesson headless
 	@set -e; for lesson in $(LESSONS); do echo "== $$lesson"; $(BIN)/python $$lesson; done
 
 test: $(READY)  ## unit tests, doctests and every notebook
-	$(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses 4 --dist loadgroup --nbval --nbval-current-env --nbval-cell-timeout=120 --nbval-sanitize-with tests/nbval_sanitize.cfg $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses 4 --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout=120 --nbval-sanitize-with tests/nbval_sanitize.cfg $(PYTEST_ARGS)
 
 $(ADAPTERS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(ADAPTERS)

@@ -131,12 +131,7 @@ MISTAKES: dict[str, list[tuple[str, str]]] = {
 #: What every lesson refuses: no steps (or a flag that it does not have), and a flag that none has.
 ALWAYS = [("--num-steps 0", "--num-steps"), ("--colour red", "unrecognized arguments: --colour red")]
 
-#: Each run may go to another process of the tests: together they take minutes.
-ALL_RUNS = [
-    pytest.param(stem, run, id=f"{stem} {run.flags}", marks=pytest.mark.xdist_group(f"{stem} {run.flags}"))
-    for stem, runs in RUNS.items()
-    for run in runs
-]
+ALL_RUNS = [pytest.param(stem, run, id=f"{stem} {run.flags}") for stem, runs in RUNS.items() for run in runs]
 ALL_MISTAKES = [
     pytest.param(stem, flags, told, id=f"{stem} {flags}")
     for stem, mistakes in MISTAKES.items()
