@@ -5,6 +5,8 @@ VENV    ?= .venv
 ADAPTERS ?= .venv-adapters
 # Passed to pip at set-up, for example PIP_ARGS="--index-url ..." for a mirror or a CPU build of torch.
 PIP_ARGS ?=
+# Processes that share the tests, a file each at a time; "auto" = one per core, 4 at most; 0 = none but pytest itself.
+WORKERS ?= auto
 # Passed to JupyterLab, for example LAB_ARGS="--no-browser --port 8890".
 LAB_ARGS ?=
 BIN     := $(VENV)/bin
@@ -43,7 +45,7 @@ lessons: $(READY)  ## run every lesson headless
 	@set -e; for lesson in $(LESSONS); do echo "== $$lesson"; $(BIN)/python $$lesson; done
 
 test: $(READY)  ## unit tests, doctests and every notebook
-	$(BIN)/python -m pytest -q --nbval --nbval-current-env --nbval-cell-timeout=120 --nbval-sanitize-with tests/nbval_sanitize.cfg $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses 4 --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout=120 --nbval-sanitize-with tests/nbval_sanitize.cfg $(PYTEST_ARGS)
 
 $(ADAPTERS)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(ADAPTERS)

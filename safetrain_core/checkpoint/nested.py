@@ -43,7 +43,7 @@ def plain_part(state: Any) -> Any:
     """
     if isinstance(state, Mapping):
         return {key: plain_part(value) for key, value in state.items() if not isinstance(value, Tensor)}
-    if isinstance(state, list | tuple):
+    if type(state) in (list, tuple):  # a named tuple stays, and is refused for what it is
         return type(state)(plain_part(value) for value in state)
     return None if isinstance(state, Tensor) else state
 

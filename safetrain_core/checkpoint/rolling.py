@@ -9,6 +9,7 @@ import math
 import os
 import re
 import time
+from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from ..errors import CheckpointError
 from .atomic import StrPath, atomic_save, atomic_write_json, sync_folder, verify
+from .plain import ordinary, plain
 
 __all__ = ["Checkpoints", "detached_copy", "step_in"]
 
@@ -111,7 +113,7 @@ class Checkpoints:
         if self._pool is None:
             self._write(payload, path, val_loss)
         else:
-            self._writing = self._pool.submit(self._write, detached_copy(payload), path, val_loss)
+            self._writing = self._pool.submit(self._write, detached_copy(plain(payload)), path, val_loss)
         self._saved_at_update, self._saved_at_time = updates, time.monotonic()
         return path
 
@@ -243,12 +245,18 @@ def detached_copy(value: Any, _seen: dict[Any, torch.Tensor] | None = None) -> A
     """
     seen = {} if _seen is None else _seen
     if isinstance(value, torch.Tensor):
+        if not ordinary(value):
+            return value.detach() if value.is_meta else value.detach().to("cpu", copy=True)
         place = (value.untyped_storage().data_ptr(), value.storage_offset(), value.dtype, value.shape, value.stride())
         if place not in seen or value.numel() == 0:
             seen[place] = value.detach().to("cpu", copy=True)
         return seen[place]
     if isinstance(value, dict):
-        return {k: detached_copy(v, seen) for k, v in value.items()}
+        copied = {k: detached_copy(v, seen) for k, v in value.items()}
+        if hasattr(value, "_metadata"):  # the versions of a model's modules, which their load_state_dict asks for
+            copied = OrderedDict(copied)
+            copied._metadata = dict(value._metadata)  # type: ignore[attr-defined]
+        return copied
     if isinstance(value, list | tuple):
         return type(value)(detached_copy(v, seen) for v in value)
     return value

@@ -27,7 +27,7 @@ from .atomic import StrPath, atomic_open
 from .checks import LARGEST_NUMBER
 from .folders import sweep
 from .manifest import MANIFEST, SHARD_SCHEMA, Shard, ShardManifest, publish, read_json
-from .plain import plain
+from .plain import ordinary, plain
 from .sharded_read import FLAT, beside_one_another, numel_of
 from .summed import write_summed
 
@@ -167,11 +167,15 @@ def _without_the_rest(state: dict[str, Any]) -> dict[str, Any]:
     used: dict[int, int] = {}
 
     def count(tensor: Tensor) -> Tensor:
+        if not ordinary(tensor):
+            return tensor
         at = tensor.untyped_storage()._cdata
         used[at] = used.get(at, 0) + tensor.nbytes
         return tensor
 
     def alone(tensor: Tensor) -> Tensor:
+        if not ordinary(tensor):  # its memory alone does not say what is in it
+            return tensor
         memory, size = tensor.untyped_storage(), tensor.element_size()
         if memory.nbytes() <= used[memory._cdata]:
             return tensor

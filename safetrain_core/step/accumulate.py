@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..distributed import sum_over_ranks, world_size
+from ..errors import type_of
 from .clip import clip_global_l2_norm
 
 __all__ = [
@@ -160,7 +161,15 @@ def valid_tokens(targets: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
 
     >>> valid_tokens(torch.tensor([[5, 2, -100], [7, -100, -100]]))
     tensor(3)
+    >>> valid_tokens({"labels": torch.tensor([5])})
+    Traceback (most recent call last):
+    ...
+    ValueError: targets are a dict; tokens are counted in a tensor of targets: give one, or weigh by equal
     """
+    if not isinstance(targets, Tensor):
+        raise ValueError(
+            f"targets are {type_of(targets)}; tokens are counted in a tensor of targets: give one, or weigh by equal"
+        )
     if targets.is_floating_point():
         return torch.tensor(targets.numel(), device=targets.device)
     return (targets != ignore_index).sum()

@@ -155,7 +155,8 @@ class AmpTrainState:
         self.skip_count = 0
         self.detail: GradientDetail | None = None
         self.requests = 0
-        self._not_finite_by_design = {name for name, b in model.named_buffers() if not all_finite([b]).item()}
+        self._finite_by_design: dict[str, bool] = {}
+        self.examined()
         self._alert = SkipRateAlert(skip_rate_alert, skip_rate_window)
         self.buffers = BufferKeeper(model)
 
@@ -208,8 +209,13 @@ class AmpTrainState:
         return row
 
     def examined(self) -> list[Tensor]:
-        """Weights and buffers that must be finite: all but buffers that were not from the start (a mask of -inf)."""
-        buffers = (b for name, b in self.model.named_buffers() if name not in self._not_finite_by_design)
+        """Weights and buffers that must be finite: all but buffers that were not when first seen (a mask of -inf)."""
+        known, buffers = self._finite_by_design, []
+        for name, buffer in self.model.named_buffers():
+            if name not in known:
+                known[name] = bool(all_finite([buffer]).item())
+            if known[name]:
+                buffers.append(buffer)
         return [*self.model.parameters(), *buffers]
 
     def _judge(self, window: list[tuple[Any, Any]], detail: bool, code: int) -> Verdict:

@@ -13,6 +13,7 @@ class BufferKeeper:
 
     A model without buffers costs nothing. All buffers are copied, the constant ones too: BatchNorm's kernels do
     not move a tensor's version counter, so what changed cannot be told without reading it (tried, torch 2.13).
+    Buffers that the forward has put in another's place, made, or filled where there was None, are put back as well.
 
     >>> model = nn.BatchNorm1d(2)
     >>> keeper = BufferKeeper(model)
@@ -25,23 +26,21 @@ class BufferKeeper:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self._modules: list[tuple[nn.Module, tuple[str, ...]]] = []  # each, and the names of its buffers, None or not
         self._owners: list[tuple[nn.Module, str]] = []
         self._live: list[Tensor] = []
-        self._copies: list[Tensor] = []
+        self.copies: list[Tensor] = []
 
     @torch.no_grad()
     def keep(self) -> None:
         """Copy the buffers' present values, into the same memory as last time where it fits."""
-        named = [(m, name, b) for m in self.model.modules() for name, b in m._buffers.items() if b is not None]
+        self._modules = [(m, tuple(m._buffers)) for m in self.model.modules()]
+        named = [(m, name, b) for m, _ in self._modules for name, b in m._buffers.items() if b is not None]
         live = [b for _, _, b in named]
-        fits = len(live) == len(self._copies) and all(
-            b.shape == c.shape and b.dtype == c.dtype and b.device == c.device
-            for b, c in zip(live, self._copies, strict=True)
-        )
-        if not fits:
-            self._copies = [b.detach().clone() for b in live]
+        if len(live) != len(self.copies) or not all(map(_fits, live, self.copies)):
+            self.copies = [b.detach().clone() for b in live]
         elif live:
-            torch._foreach_copy_(self._copies, live)
+            torch._foreach_copy_(self.copies, live)
         self._owners = [(m, name) for m, name, _ in named]
         self._live = live
 
@@ -50,13 +49,40 @@ class BufferKeeper:
         """Put back the kept values, and the kept tensor itself where the model has replaced it by another.
 
         Args:
-            where: a 0-dim bool tensor on the device: put back only if it is True, decided there, unread by the host.
+            where: a 0-dim bool tensor on the device: put back only if it is True, decided there, unread by the host;
+                but for buffers that are new, or of another shape or dtype now, which no kernel can decide on.
         """
-        for (module, name), buffer, copy in zip(self._owners, self._live, self._copies, strict=True):
-            now = module._buffers.get(name)
-            if where is None or now is None or now.shape != copy.shape:
-                buffer.copy_(copy)
-            else:
-                buffer.copy_(torch.where(where, copy, now))
-            if now is not buffer:
+        made = self._made()
+        now = [module._buffers.get(name) for module, name in self._owners]
+        if where is not None and (made or not all(map(_fits, now, self.copies))):
+            if not where.item():
+                return
+            where = None
+        for (module, name), buffer, copy, current in zip(self._owners, self._live, self.copies, now, strict=True):
+            buffer.copy_(copy if where is None or current is None else torch.where(where, copy, current))
+            if current is not buffer:
                 module._buffers[name] = buffer
+        for module, name, was_there in made:
+            if was_there:
+                module._buffers[name] = None
+            else:
+                delattr(module, name)
+
+    def _made(self) -> list[tuple[nn.Module, str, bool]]:
+        """Buffers that are there since ``keep``, and whether there was a None in their place."""
+        kept = {(id(module), name) for module, name in self._owners}
+        return [
+            (module, name, name in names)
+            for module, names in self._modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None and (id(module), name) not in kept
+        ]
+
+
+def _fits(buffer: Tensor | None, copy: Tensor) -> bool:
+    return (
+        buffer is not None
+        and buffer.shape == copy.shape
+        and buffer.dtype == copy.dtype
+        and buffer.device == copy.device
+    )

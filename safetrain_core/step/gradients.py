@@ -89,8 +89,10 @@ def largest_magnitude(grads: Sequence[Tensor]) -> float:
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """A 0-dim bool tensor, not yet read by the host: whether no floating-point tensor holds a NaN or an Inf."""
-    floating = [t for t in map(local, tensors) if t.is_floating_point() and t.numel() > 0]
+    """A 0-dim bool tensor, not yet read by the host: whether no float or complex tensor holds a NaN or an Inf."""
+    real = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in map(local, tensors)]
+    floating = [t for t in real if t.is_floating_point() and t.numel() > 0]
+    floating = [t.float() if t.dtype.itemsize == 1 else t for t in floating]  # float8, which few kernels know
     return magnitudes_of(floating).isfinite().all() if floating else torch.tensor(True)
 
 

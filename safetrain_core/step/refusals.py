@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from numbers import Real
 from typing import Any
 
@@ -111,6 +112,11 @@ def refuse_wrong_kinds(
         raise ValueError(
             f"optimizer is {what}, expected one that is built: torch.optim.SGD(model.parameters(), lr=0.1)"
         )
+    if optimizer is not None and _needs_closure(optimizer):
+        raise ValueError(
+            f"optimizer {type(optimizer).__name__} computes the loss itself, by a closure, more than once in a step; a "
+            "step is judged by one loss and its gradients: use an optimizer whose step() needs none"
+        )
     if isinstance(scheduler, type) or (scheduler is not None and not callable(getattr(scheduler, "step", None))):
         raise ValueError(
             f"scheduler is {type_of(scheduler)}, expected one from torch.optim.lr_scheduler over the optimizer, or None"
@@ -119,6 +125,15 @@ def refuse_wrong_kinds(
         raise ValueError(
             f"loss_fn is {type_of(loss_fn)}, expected a function loss_fn(output, target) -> scalar, or None"
         )
+
+
+def _needs_closure(optimizer: Any) -> bool:
+    """Whether ``step`` cannot be called without a closure, as that of LBFGS."""
+    try:
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")  # a schedule wraps the object's own
+    except (TypeError, ValueError, AttributeError):  # nothing to be read: the step will tell
+        return False
+    return closure is not None and closure.default is closure.empty
 
 
 def refuse_arguments(

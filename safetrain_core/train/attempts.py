@@ -66,7 +66,7 @@ class Attempts:
             examine = self._every > 1 and step % self._every == 0
             rows = [self._amp.step_window(window, detail=light or heavy, examine=examine, requests=requests())]
             cells = cells | gradient_cells(self._amp.detail, self._blocks if heavy else {}, statistics=light)
-        samples = world_size() * sum(samples_in(targets) for _, targets in window)
+        samples = world_size() * sum(samples_in(*batch) for batch in window)
         self.waiting.append(Attempt(begin, samples, time.perf_counter() - start, cells))
         return rows
 

@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import IterableDataset
 
 from ..checkpoint.rng import capture_rng_state, restore_rng_state
 from ..errors import CheckpointError, type_of
 from ..records import TrainState
 from ..step.accumulate import windows
 
-__all__ = ["Cursor", "batch_to", "samples_in"]
+__all__ = ["Cursor", "batch_to", "length_of", "samples_in"]
+
+
+def length_of(loader: Any) -> int | None:
+    """How many batches an epoch of ``loader`` has; None where it cannot say.
+
+    A DataLoader always has a ``__len__``; over an ``IterableDataset`` without one it raises ``TypeError``.
+
+    >>> length_of([1, 2]), length_of(iter([1, 2]))
+    (2, None)
+    """
+    try:
+        return len(loader) if isinstance(loader, Sized) else None
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def streams(loader: Any) -> bool:
+    """Whether a DataLoader reads a stream: its length is a guess then, and where it ends is seen by reading on."""
+    return isinstance(getattr(loader, "dataset", None), IterableDataset)
 
 
 class Cursor:
@@ -65,7 +85,7 @@ class Cursor:
 
     def settle(self) -> None:
         """Where the epoch's last batch is behind, stand at the beginning of the next one."""
-        if isinstance(self.loader, Sized) and self.state.batch_in_epoch == len(self.loader):
+        if not streams(self.loader) and self.state.batch_in_epoch == length_of(self.loader):
             # A shuffling sampler draws from its generator once more when it is asked for a batch that is not there.
             next(self._batches, None)
             self._end_epoch()
@@ -147,12 +167,11 @@ class Cursor:
 def batch_to(device: torch.device, batch: Any) -> tuple[Any, Any]:
     """The pair ``(inputs, targets)`` with its tensors on ``device``, also those in dicts, lists and tuples.
 
-    ``ValueError`` when it is no pair.
+    What has a ``.to(device)`` of its own moves by that. ``ValueError`` when it is no pair.
 
     >>> inputs, targets = batch_to(torch.device("meta"), ({"ids": torch.zeros(2), "name": "a"}, (torch.zeros(1), 3)))
     >>> inputs["ids"].device.type, inputs["name"], targets[0].device.type, targets[1]
     ('meta', 'a', 'meta', 3)
-
     >>> batch_to(torch.device("cpu"), {"x": 1})
     Traceback (most recent call last):
     ...
@@ -165,16 +184,33 @@ def batch_to(device: torch.device, batch: Any) -> tuple[Any, Any]:
             "collate_fn, or in a generator around it (inputs may be a dict or a tuple: the model gets them as they are)"
         )
     ahead = device.type != "cpu"  # a copy to the CPU that nobody waits for is read before it is there
-    inputs, targets = tree_map(lambda x: x.to(device, non_blocking=ahead) if isinstance(x, Tensor) else x, tuple(batch))
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(device, non_blocking=ahead)
+        return value.to(device) if _moves_itself(value) else value
+
+    inputs, targets = (tree_map(moved, part, is_leaf=_moves_itself) for part in batch)
     return inputs, targets
 
 
-def samples_in(targets: Any) -> int:
-    """Samples in a batch, by its targets' first dimension.
+def _moves_itself(value: Any) -> bool:
+    return callable(getattr(value, "to", None))
 
-    >>> samples_in(torch.zeros(3, 5)), samples_in(torch.tensor(1.0))
+
+def samples_in(inputs: Any, targets: Any) -> int:
+    """Samples in a batch: the first dimension of its targets; where they are no tensor, that of its inputs.
+
+    >>> samples_in(torch.zeros(3, 2), torch.zeros(3, 5)), samples_in(torch.zeros(2), torch.tensor(1.0))
     (3, 1)
+    >>> samples_in({"x": torch.zeros(3)}, {"y": torch.zeros(3), "z": torch.zeros(3)}), samples_in("ab", ["a", "b"])
+    (3, 2)
     """
     if isinstance(targets, Tensor):
         return targets.shape[0] if targets.dim() else 1
+    if isinstance(inputs, Tensor) and inputs.dim():
+        return inputs.shape[0]
+    if isinstance(targets, Mapping):
+        inside = [t for t in tree_leaves(dict(targets)) if isinstance(t, Tensor) and t.dim()]
+        return inside[0].shape[0] if inside else 1
     return len(targets) if isinstance(targets, Sized) else 1

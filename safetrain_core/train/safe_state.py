@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..step.amp import AmpTrainState
+from ..step.buffers import BufferKeeper
 from ..step.gradients import local
 
 __all__ = ["SafeState"]
@@ -30,21 +31,22 @@ class SafeState:
 
     def __init__(self, amp: AmpTrainState) -> None:
         self.amp = amp
-        self._tensors: list[Tensor] = []
+        self._weights: list[Tensor] = []
+        self._buffers = BufferKeeper(amp.model)
         self._rest: dict[str, Any] = {}
 
     def _live(self) -> list[Tensor]:
-        model = self.amp.model
-        return [local(tensor.detach()) for tensor in (*model.parameters(), *model.buffers())]
+        return [local(weight.detach()) for weight in self.amp.model.parameters()]
 
     @torch.no_grad()
     def capture(self) -> None:
         """Copy the present state; weights into the memory of the last copy, and never two copies of the optimizer."""
         live = self._live()
-        if len(live) == len(self._tensors):
-            torch._foreach_copy_(self._tensors, live)
+        if len(live) == len(self._weights):
+            torch._foreach_copy_(self._weights, live)
         else:
-            self._tensors = [tensor.detach().clone() for tensor in live]
+            self._weights = [tensor.detach().clone() for tensor in live]
+        self._buffers.keep()
         self._rest = {}
         state = self.amp.state_dict()
         del state["counters"], state["skip_count"]
@@ -57,7 +59,8 @@ class SafeState:
         """Put the captured state back, and keep it. Without a capture, nothing happens."""
         if not self._rest:
             return
-        torch._foreach_copy_(self._live(), self._tensors)
+        torch._foreach_copy_(self._live(), self._weights)
+        self._buffers.restore()
         counters = self.amp.counters
         counters.updates, counters.losses = self._rest["updates"], list(self._rest["losses"])
         state = {name: copy.deepcopy(self._rest[name]) for name in ("optimizer", "scaler", "scheduler")}
@@ -65,7 +68,9 @@ class SafeState:
 
     def saved_bytes(self) -> int:
         """Bytes of the tensors held."""
-        return sum(t.numel() * t.element_size() for t in [*self._tensors, *_tensors_in(self._rest)])
+        return sum(
+            t.numel() * t.element_size() for t in [*self._weights, *self._buffers.copies, *_tensors_in(self._rest)]
+        )
 
 
 def _tensors_in(value: Any) -> list[Tensor]:

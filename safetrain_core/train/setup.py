@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from ..step.accumulate import scale_lr_with_batch
 from ..step.amp import AmpTrainState
 from ..step.refusals import refuse_wrong_kinds
 from ..step.window import LossFn
+from .cursor import length_of
 
 __all__ = ["amp_from_config", "refuse_parts", "seed_everything"]
 
@@ -51,7 +52,7 @@ def refuse_parts(
     for name, loader in (("train_loader", train_loader), ("val_loader", val_loader)):
         if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__") or (name[0] == "v" and loader is None)):
             raise ValueError(f"{name} is {type_of(loader)}, expected an iterable of (inputs, targets) batches")
-        if isinstance(loader, Sized) and len(loader) == 0:
+        if length_of(loader) == 0:
             raise ValueError(f"{name} is empty (0 batches); give it at least one batch")
     for hook in hooks:
         if hook is not None and not callable(hook):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..records import BASE_COLUMNS, GRADIENT_COLUMNS, StepLog
 from ..step.window import LossFn
 from .attempts import Attempts
 from .csv_log import refuse_log
-from .cursor import Cursor
+from .cursor import Cursor, length_of
 from .keeper import Keeper
 from .result import FitResult
 from .retries import Retries
@@ -91,7 +91,7 @@ class SafeTrainer:
         sinks: Sequence[Sink] = (),
     ) -> None:
         refuse_parts(config, train_loader, val_loader, (on_row, before_step, fault), sinks, blocks)
-        batches = len(train_loader) if isinstance(train_loader, Sized) else None
+        batches = length_of(train_loader)
         self.model, self.config, self.val_loader, self.on_row = model, config, val_loader, on_row
         self._sinks = sinks
         self.amp = amp_from_config(model, config, loss_fn, batches)
@@ -150,6 +150,9 @@ class SafeTrainer:
 
     def fit(self) -> FitResult:
         """Run to ``max_steps`` updates, or one epoch if unset; the result, ``completed`` or ``interrupted``.
+
+        All of the model is put into training mode first; a part that is to stay in eval mode (a frozen BatchNorm) has
+        to put itself back, in its own ``train()``, or in a ``before_step``.
 
         Raises:
             TrainingFailed: more bad steps than ``max_nan_retries``; the result is its ``.result``.

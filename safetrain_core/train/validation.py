@@ -43,8 +43,9 @@ def validate(
             if should_stop():
                 return None
             inputs, targets = batch_to(amp.device, batch)
-            total += amp.passes.forward_loss(inputs, targets).float() * samples_in(targets)
-            samples += samples_in(targets)
+            size = samples_in(inputs, targets)
+            total += amp.passes.forward_loss(inputs, targets).float() * size
+            samples += size
     finally:
         for module, mode in modes:
             module.training = mode

@@ -70,7 +70,9 @@ def _broken(one: Inspected) -> str:
 
 
 def _resume(told: Checkup) -> str:
-    begins = "a resume is refused" if told.refused else "a resume begins anew"
+    if told.refused:
+        return "a resume is refused until they are moved away"
+    begins = "a resume begins anew"
     if told.latest is not None:
         begins = "a resume goes on from " + (f"step {told.latest.step}" if told.latest.step is not None else "there")
     if told.lost is None:

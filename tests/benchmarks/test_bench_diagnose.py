@@ -1,9 +1,11 @@
 """The doctor on runs that it was not tuned on: what it finds, false alarms, two log linters beside it; its cost."""
 
+import csv
 import json
 import random
 import resource
 import time
+from collections import deque
 
 import pytest
 from corpus import HEALTHY, HELD_OUT, healthy, write_csv
@@ -130,14 +132,20 @@ def test_a_million_rows_take_seconds_and_no_gigabyte(claim, tmp_path):
                 f"{loss if step % 500 == 0 else ''}\n"
             )
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    told, processor, wall = [], [], []
+    told, processor, wall, ratios = [], [], [], []
     for _ in range(5):
+        start = time.process_time()
+        with path.open(newline="") as file:
+            deque(csv.reader(file), maxlen=0)
+        split = time.process_time() - start
         start, began = time.process_time(), time.perf_counter()
         told.append(diagnose(path))
         processor.append(time.process_time() - start)
         wall.append(time.perf_counter() - began)
+        ratios.append(processor[-1] / split)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
     assert json.dumps([finding.rule for finding in told[0]])
+    claim("10^6 rows of our CSV / the csv module splitting them, processor time", Measured.of(ratios), "<=", 4, "x")
     claim("10^6 rows of our CSV, processor time", Measured.of(processor), "<=", 5, "s")
     claim("10^6 rows of our CSV, wall time", Measured.of(wall), "<=", 5, "s")
     claim("10^6 rows of our CSV, more memory at the peak", grown, "<=", 1, "GiB")

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import pickle
+import re
 import zipfile
 
 import numpy as np
@@ -195,3 +196,50 @@ def test_random_states_come_back_and_weigh_little(tmp_path):
         with pytest.raises(ValueError, match="missing or malformed"):
             restore_rng_state(broken)
         assert pickle.dumps(random.getstate()) == before
+
+
+class Tagged:
+    """No plain type."""
+
+
+def tagged():
+    tensor = torch.ones(1)
+    tensor.tag = Tagged()
+    return tensor
+
+
+def nest(depth, inner=None):
+    for _ in range(depth):
+        inner = [inner]
+    return inner
+
+
+def a_list_that_holds_itself():
+    made = []
+    made.append(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (np.datetime64("2026-01-31"), "payload['v'] is a date"),
+        (np.longdouble(1.5), "payload['v'] is a longdouble"),
+        (1 << 2039, "an integer of 2040 bits"),
+        (tagged(), "payload['v'].tag is a Tagged"),
+        ({pathlib.Path("a"): 1, "a": 2}, "keys that are the same once saved"),
+        (nest(5000), "nested too deeply"),
+        (a_list_that_holds_itself(), "or holds itself"),
+    ],
+)
+def test_what_could_not_be_read_back_is_refused_before_anything_is_written(tmp_path, value, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        atomic_save({"v": value}, tmp_path / "a.pt")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("value", [b"", [b"", {"k": b""}], (1 << 2039) - 1, "a\udc80", np.bytes_(b"")], ids=repr)
+def test_odd_plain_values_come_back(tmp_path, value):
+    atomic_save({"v": value}, tmp_path / "a.pt")
+    atomic_save(torch.load(tmp_path / "a.pt", weights_only=True), tmp_path / "b.pt")
+    assert torch.load(tmp_path / "b.pt", weights_only=True)["v"] == value

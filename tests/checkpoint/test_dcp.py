@@ -1,5 +1,6 @@
 """Verified DCP: saved on N ranks, loaded on M; every file verified before anything changes; a hostile index refused."""
 
+import collections
 import hashlib
 import json
 import os
@@ -211,3 +212,9 @@ def test_a_manifest_with_anything_in_any_place_is_read_or_refused_by_name(saved,
 def test_an_object_in_place_of_a_state_is_refused_with_what_to_pass(tmp_path):
     with pytest.raises(ValueError, match=r"state is a Linear, expected a dict .* model\.state_dict\(\)"):
         save_dcp(torch.nn.Linear(1, 1), tmp_path, step=1)
+
+
+def test_a_named_tuple_is_refused_for_what_it_is(tmp_path):
+    with pytest.raises(ValueError, match=r"state\['v'\] is a Pair"):
+        save_dcp({"v": collections.namedtuple("Pair", "a b")(torch.ones(1), 2)}, tmp_path, step=0)
+    assert list(tmp_path.iterdir()) == []

@@ -1,14 +1,16 @@
 """Rolling and best checkpoints: which stay, which are found, and saving beside training."""
 
+import collections
 import math
 import time
 
 import pytest
 import torch
+from torch import nn
 
-from safetrain_core import CheckpointError, Checkpoints
+from safetrain_core import CheckpointError, Checkpoints, TrainState, load_checkpoint
 from safetrain_core.checkpoint import inspection, rolling
-from safetrain_core.checkpoint.single import read_checkpoint
+from safetrain_core.checkpoint.single import read_checkpoint, run_payload
 
 
 def payload(step):
@@ -130,3 +132,41 @@ def test_inspect_tells_files_apart(tmp_path):
     assert inspection.inspect(tmp_path / "final.pt")[0].startswith("weights alone, 1 tensors")
     assert inspection.inspect(tmp_path / "none.pt")[1] is False
     assert issubclass(CheckpointError, RuntimeError)
+
+
+class Versioned(nn.Module):
+    """Saves a width; until version 1 it was half of that, which a load mends."""
+
+    _version = 2
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("width", torch.tensor(8.0))
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        if local_metadata.get("version", 1) < 2:
+            state_dict[f"{prefix}width"] = state_dict[f"{prefix}width"] * 2
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_the_versions_of_a_models_modules_are_saved_with_it(tmp_path, async_save):
+    model = Versioned()
+    kept = Checkpoints(tmp_path, async_save=async_save)
+    path = kept.save(run_payload(model, None, None, TrainState()), 1)
+    kept.wait()
+    load_checkpoint(path, model, None, None)
+    assert model.width == 8
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_saved_beside_training_or_not_the_same_is_refused_and_the_same_comes_back(tmp_path, async_save):
+    kept = Checkpoints(tmp_path, async_save=async_save)
+    with pytest.raises(ValueError, match=r"payload\['v'\] is a Pair"):
+        kept.save({"v": collections.namedtuple("Pair", "a b")(1, 2)}, 1)
+    number = torch.tensor([1 + 2j])
+    path = kept.save({"both": [number, number.conj()], "sparse": torch.eye(2).to_sparse()}, 2)
+    kept.wait()
+    loaded = torch.load(path, weights_only=True)
+    assert [value.item() for value in loaded["both"]] == [1 + 2j, 1 - 2j]
+    assert torch.equal(loaded["sparse"].to_dense(), torch.eye(2))

@@ -342,7 +342,7 @@ def test_each_rank_writes_its_own_shard_and_all_are_told_the_same_manifest(tmp_p
     [
         ("no such folder", "rank 2 could not write its shard into .*NotADirectoryError"),
         ("a function in the state", "rank 2 could not write its shard into .*ValueError: state of rank 2"),
-        ("a list that holds itself", "rank 2 could not write its shard into .*RecursionError"),
+        ("a list that holds itself", "rank 2 could not write its shard into .*or holds itself"),
         ("another step", "rank 2 saves step 12.*rank 0 step 11"),
     ],
 )
@@ -537,3 +537,11 @@ def test_a_checkpoint_that_is_being_removed_is_at_no_moment_one_with_shards_miss
     rotate_checkpoints(tmp_path, keep_last=1)
     assert seen == [["step_2"]] * len(seen)
     assert len(seen) == 2
+
+
+def test_a_slice_that_reads_its_memory_conjugated_and_a_sparse_tensor_come_back(tmp_path):
+    whole = torch.randn(9, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    given = [{"v": whole.conj()[2:5]}, {"v": torch.eye(3).to_sparse()}, {"v": whole.clone().conj().imag[2:5]}]
+    save_sharded(given, tmp_path / "a", step=0)
+    for state, loaded in zip(given, load_sharded(tmp_path / "a", 3)[1], strict=True):
+        assert torch.equal(loaded["v"].to_dense(), state["v"].to_dense())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,15 +11,6 @@ import pytest
 import torch
 from support import accumulation as lab
 from support import ranks, toy
-
-
-def run(*flags: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    script = Path(lab.__file__).parents[1] / "02_accumulation.py"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, str(script), *flags], cwd=cwd, env=environment, capture_output=True, text=True, timeout=150
-    )
-
 
 # --- the loss that is not divided ------------------------------------------------------------------------------
 
@@ -186,35 +175,3 @@ def test_pictures_have_labelled_axes_and_say_what_they_show() -> None:
     (rates,) = figures[1].axes[0].lines
     assert list(rates.get_ydata()) == pytest.approx([80, 80])
     assert "diverged" in figures[-1].axes[0].get_title(loc="left")
-
-
-# --- the script ------------------------------------------------------------------------------------------------
-
-
-def test_grid_and_micro_batch_are_taken_from_the_command_line(tmp_path: Path) -> None:
-    flags = ["--num-steps", "1", "--accum-grid", "2", "--micro-batch", "3", "--seed", "1", "--out", "here"]
-    done = run(*flags, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert done.stderr == ""
-    assert "too short a run to show this: --num-steps 12" in done.stdout
-    assert "--accum-grid with two different values" in done.stdout
-    assert "3 rows x 4 micro-batches x 2 ranks = 24 rows" in done.stdout
-    table = (tmp_path / "here" / "throughput.csv").read_text().splitlines()
-    assert [line.split(",")[0] for line in table] == ["K", "2"]
-
-
-@pytest.mark.parametrize(
-    "flags", [("--accum-grid", "1,0"), ("--accum-grid", "2,x"), ("--accum-grid", ""), ("--micro-batch", "0")]
-)
-def test_a_bad_grid_is_one_line_and_status_2(flags: tuple[str, ...], tmp_path: Path) -> None:
-    done = run(*flags, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "is not a whole number at least 1" in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_help_names_the_flags_of_this_lesson(tmp_path: Path) -> None:
-    done = run("--help", cwd=tmp_path)
-    for flag in ("--num-steps", "--accum-grid", "--micro-batch", "1,2,4,8,16"):
-        assert flag in done.stdout

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,19 +15,6 @@ from safetrain_core.checkpoint.atomic import verify
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "checkpoint"))
 import crash
-
-
-def run(*flags: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    script = Path(lab.__file__).parents[1] / "03_checkpoint_resume.py"
-    return subprocess.run(
-        [sys.executable, str(script), *flags],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-
 
 # --- the five buckets ------------------------------------------------------------------------------------------
 
@@ -232,35 +217,3 @@ def test_pictures_have_labelled_axes_and_plot_what_they_say() -> None:
     )
     assert dot.get_xdata()[0] == pytest.approx(lab.youngs_interval(30, 21600) / 60)
     assert dot.get_ydata()[0] == pytest.approx(min(in_all.get_ydata()))
-
-
-# --- the script ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "flags", [("--interrupt-at", "8"), ("--total-steps", "7", "--interrupt-at", "6", "--seed", "2")]
-)
-def test_script_may_stop_at_an_epochs_end_or_be_short(flags: tuple[str, ...], tmp_path: Path) -> None:
-    done = run(*flags, "--out", "here", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert done.stderr == ""
-    assert "too short a run to show this" in done.stdout
-    assert "loss difference to the uninterrupted run: 0.0\n" in done.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["here"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (("--total-steps", "10", "--interrupt-at", "10"), "--interrupt-at 10 must be less than --total-steps 10"),
-        (("--interrupt-at", "24"), "--interrupt-at 24 must be less than --total-steps 24"),
-        (("--interrupt-at", "0"), "not a whole number at least 1"),
-        (("--total-steps", "x"), "not a whole number"),
-    ],
-)
-def test_a_bad_flag_is_one_line_and_status_2(flags: tuple[str, ...], told: str, tmp_path: Path) -> None:
-    done = run(*flags, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert told in done.stderr
-    assert list(tmp_path.iterdir()) == []

@@ -1,12 +1,10 @@
-"""The experiments behind lesson 08: its ranks, its arithmetic, its pictures, its script."""
+"""The experiments behind lesson 08: its ranks, its arithmetic, its pictures, and how often it starts its ranks."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -37,14 +35,6 @@ def step_by_hand(model, optimizer, x, y):
         optimizer.step()
     return code
 """
-
-
-def run(*flags: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    script = Path(lab.__file__).parents[1] / "08_distributed_run.py"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, str(script), *flags], cwd=cwd, env=environment, capture_output=True, text=True, timeout=150
-    )
 
 
 @pytest.fixture(scope="module")
@@ -222,33 +212,7 @@ def test_pictures_have_labelled_axes_and_plot_what_they_say(
     assert "does not fit" in lab.plan_picture(7e9, 1, 4, 4)[1]
 
 
-# --- the script --------------------------------------------------------------------------------------------------
-
-
-def test_script_takes_a_number_of_ranks_that_dimensions_do_not_divide_by(tmp_path: Path) -> None:
-    done = run("--ranks", "3", "--num-steps", "2", "--seed", "4", "--out", "here", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert done.stderr == ""
-    assert "RESUME VERIFIED: from step 1 to 2" in done.stdout
-    assert "3 of 3 shards reloaded" in done.stdout.replace("\n", " ")
-    assert "exactly 12 P / N on each rank for N = 1\n" in done.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["here"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (("--ranks", "1"), "1 is not a whole number at least 2 and at most 8"),
-        (("--ranks", "9"), "9 is not a whole number at least 2 and at most 8"),
-        (("--num-steps", "1"), "at least 2"),
-    ],
-)
-def test_a_bad_flag_is_one_line_and_status_2(flags: tuple[str, ...], told: str, tmp_path: Path) -> None:
-    done = run(*flags, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert told in done.stderr
-    assert list(tmp_path.iterdir()) == []
+# --- the lesson --------------------------------------------------------------------------------------------------
 
 
 def test_the_lesson_starts_its_ranks_three_times_and_no_more() -> None:

@@ -1,4 +1,4 @@
-"""The experiments behind lesson 05's tables and pictures, its limited process, and the script."""
+"""The experiments behind lesson 05's tables and pictures, and its limited process."""
 
 from __future__ import annotations
 
@@ -15,15 +15,6 @@ from support import recompute as lab
 from torch.utils.checkpoint import checkpoint
 
 from safetrain_core import measure_recompute, memory_after_checkpoint_bytes, plan_recompute
-
-
-def run(*flags: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    script = Path(lab.__file__).parents[1] / "05_gradient_checkpointing.py"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, str(script), *flags], cwd=cwd, env=environment, capture_output=True, text=True, timeout=150
-    )
-
 
 # --- counts ----------------------------------------------------------------------------------------------------
 
@@ -208,23 +199,3 @@ def test_every_setting_of_the_planner_knob_draws() -> None:
                 for budget in (4, 160):
                     figure, _ = lab.plan_picture(layers, hidden, seq, budget, "math")
                     assert all(math.isfinite(edge) for edge in figure.axes[0].get_xlim())
-
-
-# --- the script ------------------------------------------------------------------------------------------------
-
-
-def test_script_takes_another_depth_and_seed(tmp_path: Path) -> None:
-    done = run("--layers", "6", "--seed", "2", "--out", "here", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert done.stderr == ""
-    assert "least by the rule at k = 2 and by count at k = 1" in done.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["here"]
-
-
-@pytest.mark.parametrize("layers", ["3", "65", "many"])
-def test_a_depth_out_of_range_is_one_line_and_status_2(layers: str, tmp_path: Path) -> None:
-    done = run("--layers", layers, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert "at least 4 and at most 64" in done.stderr
-    assert list(tmp_path.iterdir()) == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,18 +20,6 @@ from safetrain_core import CheckpointError, launch, load_shard, load_sharded, re
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "checkpoint"))
 import crash
-
-
-def run(*flags: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    script = Path(lab.__file__).parents[1] / "04_sharded_resume.py"
-    return subprocess.run(
-        [sys.executable, str(script), *flags],
-        cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
 
 
 def trained(steps: int, ranks: int = 4, seed: int = 0) -> lab.ShardedRun:
@@ -286,32 +273,3 @@ def test_the_picture_of_the_partial_shard_plots_both_runs() -> None:
     assert list(axes.lines[0].get_ydata()) == whole
     assert (list(axes.lines[1].get_xdata()), list(axes.lines[1].get_ydata())) == ([3, 4], [1.5, 1.2])
     assert any("NaN, 3 steps" in text.get_text() for text in axes.texts)
-
-
-# --- the script ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "flags", [("--ranks", "3", "--seed", "1"), ("--num-steps", "11", "--ranks", "2", "--seed", "2")]
-)
-def test_script_takes_other_ranks_seeds_and_lengths(flags: tuple[str, ...], tmp_path: Path) -> None:
-    done = run(*flags, "--out", "here", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert done.stderr == ""
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["here"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (("--ranks", "1"), "not a whole number at least 2"),
-        (("--ranks", "9"), "at most 8"),
-        (("--num-steps", "10"), "not a whole number at least 11"),
-    ],
-)
-def test_a_bad_flag_is_one_line_and_status_2(flags: tuple[str, ...], told: str, tmp_path: Path) -> None:
-    done = run(*flags, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert told in done.stderr
-    assert list(tmp_path.iterdir()) == []

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
-from exercises import LESSONS
 from support import thermal as lab
 from support import thermal_figures as pictures
 
@@ -221,40 +218,3 @@ def test_the_overshoot_picture_plots_what_was_found() -> None:
     curve, points = pictures.overshoot_figure(found, LIMITS).axes[0].lines[:2]
     assert list(points.get_ydata()) == list(found.values())
     assert curve.get_ydata()[-1] == pytest.approx(lab.ceiling_c(85, 30))
-
-
-# --- the script ------------------------------------------------------------------------------------------------
-
-
-def run_script(*flags: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(LESSONS / "06_thermal_guard.py"), *flags],
-        cwd=cwd, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
-
-
-def test_script_takes_other_thresholds_and_another_seed(tmp_path: Path) -> None:
-    flags = ("--pause-c", "61", "--resume-c", "60", "--num-steps", "110", "--seed", "3")
-    done = run_script(*flags, "--out", "here", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert done.stderr == ""
-    assert "too short a run to show this: at least 5 C" in done.stdout
-    assert "is above pause 61 C" in done.stdout
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["here"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (("--resume-c", "85"), "--resume-c 85 must be less than --pause-c 85"),
-        (("--pause-c", "91"), "not a whole number at least 60 and at most 90"),
-        (("--pause-c", "nan"), "not a whole number"),
-        (("--num-steps", "99"), "at least 100"),
-    ],
-)
-def test_a_bad_flag_is_one_line_and_status_2(flags: tuple[str, ...], told: str, tmp_path: Path) -> None:
-    done = run_script(*flags, cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert told in done.stderr
-    assert list(tmp_path.iterdir()) == []

@@ -592,3 +592,92 @@ def test_frozen_weights_and_an_optimizer_over_part_of_the_model_are_fine():
 def test_an_argument_of_a_wrong_kind_is_refused_before_a_step_finds_out(options, told):
     with pytest.raises(ValueError, match=told):
         AmpTrainState(**{"model": nn.Linear(2, 1), **options})
+
+
+class Scaled(nn.Module):
+    """Divides by the largest input of its first batch, kept in a buffer that is None, or not there, until then."""
+
+    def __init__(self, there):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, 2)
+        if there:
+            self.register_buffer("scale", None)
+
+    def forward(self, x):
+        if getattr(self, "scale", None) is None:
+            self.register_buffer("scale", x.abs().max().clone())
+        return self.net(x / self.scale)
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("there", [True, False])
+def test_a_buffer_that_a_refused_step_has_made_is_gone(there, check):
+    """Else the Inf of a first batch would divide all that follow."""
+    state = AmpTrainState(Scaled(there), amp_dtype=torch.float32, check_loss_before_backward=check)
+    assert state.step(X / 0, Y).skipped
+    assert not list(state.model.buffers())
+    assert not state.step(X, Y).skipped
+    assert state.model.scale == X.abs().max()
+
+
+class Masked(nn.Module):
+    """Makes its causal mask, of -inf, at the first batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 2)
+        self.register_buffer("mask", None)
+
+    def forward(self, x):
+        if self.mask is None:
+            self.mask = torch.full((4, 4), -math.inf).triu(1)
+        return self.net(x @ self.mask.softmax(-1))
+
+
+def test_a_mask_made_at_the_first_batch_is_infinite_by_design_and_what_is_poisoned_later_is_not():
+    state = AmpTrainState(Masked(), amp_dtype=torch.float32)
+    state.model.register_buffer("seen", torch.zeros(1))
+    rows = [state.step_window([(X, Y)], examine=True) for _ in range(3)]
+    assert [row.skip_reason for row in rows] == [None] * 3
+    state.model.seen.fill_(math.nan)
+    assert state.step_window([(X, Y)], examine=True).skip_reason == "non_finite_state"
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 2, dtype=torch.complex64))
+        self.register_buffer("eighth", torch.zeros(3, dtype=torch.float8_e4m3fn))
+
+    def forward(self, x):
+        return (x.to(torch.complex64) @ self.weight).abs()
+
+
+def test_a_nan_in_complex_weights_or_float8_buffers_is_found():
+    state = AmpTrainState(Complex(), amp_dtype=torch.float32)
+    assert state.step_window([(X, Y)], examine=True).skip_reason is None
+    with torch.no_grad():
+        state.model.weight[0, 0] = complex(0, math.nan)
+    assert state.step_window([(X, Y)], examine=True).skip_reason == "non_finite_state"
+    other = AmpTrainState(Complex(), amp_dtype=torch.float32)
+    other.model.eighth.copy_(torch.full((3,), math.nan))
+    assert other.step_window([(X, Y)], examine=True).skip_reason == "non_finite_state"
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused_at_once():
+    model = small_model()
+    with pytest.raises(ValueError, match="LBFGS computes the loss itself"):
+        AmpTrainState(model, optimizer=torch.optim.LBFGS(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "targets are a dict, and the default loss takes a tensor; pass loss_fn"),
+        ({"loss_weighting": "tokens", "loss_fn": lambda out, y: out.sum()}, "targets are a dict; tokens are counted"),
+    ],
+)
+def test_targets_that_are_no_tensor_need_a_loss_function_and_equal_weights(options, said):
+    with pytest.raises(ValueError, match=said):
+        AmpTrainState(small_model(), **options).step(X, {"y": Y})

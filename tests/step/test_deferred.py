@@ -205,3 +205,30 @@ def test_optimizers_that_would_keep_the_garbage_are_refused():
     state = AmpTrainState(model, optimizer=torch.optim.Adafactor(model.parameters()))
     with pytest.raises(ValueError, match="Adafactor cannot refuse an update on the device"):
         DeferredSteps(state)
+
+
+class Banked(nn.Module):
+    """Replaces its buffers by others: a bank that grows, a mean that begins as integers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Linear(4, 2)
+        self.register_buffer("bank", torch.zeros(0, 4))
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.int64))
+
+    def forward(self, x):
+        self.bank = torch.cat([self.bank, x.detach()])
+        self.mean = self.mean / 2 + x.detach().mean(0)
+        return self.net(x)
+
+
+def test_buffers_that_grow_or_change_their_dtype_are_kept_by_a_good_step_and_put_back_by_a_bad_one():
+    eager, late = (AmpTrainState(Banked(), amp_dtype=torch.float32) for _ in range(2))
+    steps = DeferredSteps(late)
+    for bad in (0.0, math.nan, 0.0, 0.0, math.inf):
+        eager.step(X, Y + bad)
+        steps.attempt([(X, Y + bad)])
+    steps.look()
+    assert late.model.bank.shape == (24, 4)
+    equal_states(eager.model, late.model)

@@ -406,3 +406,19 @@ def test_a_file_that_is_no_checkpoint_is_told_of_once(tmp_path):
     assert told.splitlines()[0] == f"BROKEN {tmp_path / 'note.pt'}: torn file"
     assert told.count("no sha256 at its end") == 1
     assert told.count("ERROR") == 1
+
+
+def test_what_a_resume_would_refuse_is_said_so_and_one_cut_save_is_not_refused(tmp_path, capsys):
+    for step in (1, 2):
+        folder = tmp_path / f"step_{step:08d}"
+        folder.mkdir()
+        (folder / "rank0.bin").write_bytes(b"weights")
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "latest -: a resume is refused until they are moved away" in capsys.readouterr().out
+    assert verify_checkpoints(tmp_path).to_json()["resume_refused"]
+    shutil.rmtree(folder)
+    assert main(["verify", str(tmp_path)]) == 0
+    assert "latest -: a resume begins anew" in capsys.readouterr().out
+    (tmp_path / "step_00000001" / "manifest.json").write_text("{")
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "a resume is refused" in capsys.readouterr().out

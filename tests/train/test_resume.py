@@ -9,7 +9,7 @@ import needs
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from safetrain_core import CheckpointError, SafeTrainer, TrainConfig, TrainingFailed
 
@@ -56,6 +56,18 @@ class Noisy(Dataset):
         return x, y + 0.01 * torch.rand(1)
 
 
+class Stream(IterableDataset):
+    """Samples in a new order each epoch, whose length is not told, or told wrongly."""
+
+    def __iter__(self):
+        return (DATA[i] for i in torch.randperm(20).tolist())
+
+
+class ToldShort(Stream):
+    def __len__(self):
+        return 8
+
+
 def stateful():
     loader = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata, an optional package, is missing")
     return loader.StatefulDataLoader(DATA, 2, shuffle=True)
@@ -67,6 +79,8 @@ LOADERS = {
     "generator": lambda: DataLoader(DATA, 2, shuffle=True, generator=torch.Generator().manual_seed(5)),
     "set_epoch": lambda: DataLoader(DATA, 2, sampler=Epochal(DATA)),
     "augmented": lambda: DataLoader(Noisy(), 2, shuffle=True),
+    "stream": lambda: DataLoader(Stream(), 2),
+    "stream, told as too short": lambda: DataLoader(ToldShort(), 2),
     "workers": lambda: DataLoader(Noisy(), 2, shuffle=True, num_workers=1),
 }
 
@@ -103,6 +117,7 @@ def test_stopped_at_each_update_of_two_epochs_it_ends_bit_equal(tmp_path):
             assert torch.equal(value, again.state_dict()[key]), (path, key)
 
 
+@pytest.mark.filterwarnings("ignore:Length of IterableDataset")
 @pytest.mark.parametrize("name", LOADERS)
 @pytest.mark.parametrize("stop", [4, 10, 14])
 def test_each_sample_of_an_epoch_is_seen_exactly_once_and_losses_are_equal(tmp_path, name, stop):

@@ -66,3 +66,22 @@ def test_without_a_capture_nothing_is_restored():
     before = copy.deepcopy(amp.model.state_dict())
     SafeState(amp).restore()
     assert all(torch.equal(before[key], value) for key, value in amp.model.state_dict().items())
+
+
+def test_buffers_that_have_grown_or_were_made_since_are_those_of_the_captured_state_again():
+    amp = make()
+    amp.model[1].register_buffer("bank", torch.ones(2))
+    amp.model[1].register_buffer("none", None)
+    safe = SafeState(amp)
+    safe.capture()
+    amp.model[1].bank, amp.model[1].none = torch.zeros(5), torch.zeros(5)
+    amp.model[1].register_buffer("made", torch.zeros(1))
+    safe.restore()
+    assert torch.equal(amp.model[1].bank, torch.ones(2))
+    assert amp.model[1].none is None
+    assert not hasattr(amp.model[1], "made")
+    amp.model[1].bank = torch.full((5,), 3.0)
+    safe.capture()
+    amp.model[1].bank = torch.zeros(0)
+    safe.restore()
+    assert torch.equal(amp.model[1].bank, torch.full((5,), 3.0))

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from safetrain_core import AmpTrainState, SafeTrainer, TrainConfig, TrainingFailed
 from safetrain_core.optim.build import build_optimizer
 from safetrain_core.optim.schedule import lr_factor
+from safetrain_core.train.cursor import batch_to
 from safetrain_core.train.worker import sharded
 
 
@@ -313,3 +314,23 @@ def test_a_log_that_cannot_be_written_is_refused_before_anything_is_changed(tmp_
         trainer.fit()
     assert torch.equal(torch.get_rng_state(), before)
     assert not (tmp_path / "a").exists()
+
+
+def test_the_validation_loss_weighs_batches_by_their_samples_where_targets_are_a_dict():
+    net = nn.Linear(1, 1)
+    nn.init.zeros_(net.weight), nn.init.zeros_(net.bias)
+    val = [(torch.ones(3, 1), {"y": torch.ones(3, 1)}), (torch.ones(1, 1), {"y": torch.zeros(1, 1)})]
+    trainer = SafeTrainer(net, TrainConfig(max_steps=1), val, val, loss_fn=lambda out, t: ((out - t["y"]) ** 2).mean())
+    assert trainer.validate() == 0.75
+
+
+def test_tensors_inside_a_batch_move_to_the_device_and_what_moves_itself_does_it_itself():
+    class Encoding(dict):
+        def to(self, device):
+            return f"moved to {device}"
+
+    inputs, targets = batch_to(
+        torch.device("meta"), (({"ids": torch.ones(2)}, [torch.ones(1), "name"]), Encoding(a=torch.ones(1)))
+    )
+    assert inputs[0]["ids"].device == inputs[1][0].device == torch.device("meta")
+    assert (inputs[1][1], targets) == ("name", "moved to meta")
