@@ -295,8 +295,9 @@ _ = buttons(
 print("\n".join(progress()))
 
 # %% [markdown]
-# Every lesson is also a script: `python lessons/01_clipping_amp.py --help`. It prints the same rows, saves its figures and
-# tables, and exits with 0 only if everything that the lesson claims held on your machine.
+# Every lesson is also a script. In a terminal, in the project's folder and with its environment active
+# (`. .venv/bin/activate`), `python lessons/01_clipping_amp.py --help` says what it takes. It prints the same rows, saves its
+# figures and tables, and exits with 0 only if everything that the lesson claims held on your machine.
 #
 # A number that starts with `~` was measured here and may differ on your machine, and so may the norms and losses of the rows.
 # Everything else should be the same.

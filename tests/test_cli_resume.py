@@ -101,7 +101,7 @@ def test_a_path_can_be_resumed_and_a_broken_one_is_refused_with_status_1(tmp_pat
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        (["--width", "32"], "does not fit the model"),
+        (["--width", "32"], "build the model with the sizes, and from the data, that it was saved with"),
         (["--heads", "1"], "is of another run: its model is"),
         (["--optimizer-class", "adafactor"], "holds the optimizer"),
         (["--steps", "50"], "another schedule"),

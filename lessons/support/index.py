@@ -209,8 +209,18 @@ def link(name: str, text: str | None = None) -> str:
 
 
 def nav(name: str) -> str:
-    """Previous and next."""
+    """Previous and next.
+
+    >>> nav("99_new")
+    Traceback (most recent call last):
+    ...
+    ValueError: 99_new is not among LESSONS in lessons/support/index.py; add it there
+    """
     names = [lesson.name for lesson in LESSONS]
+    if name not in names:
+        raise ValueError(
+            f"{name} is not among LESSONS in lessons/support/index.py; add it there"
+        )
     here = names.index(name)
     parts = []
     if here > 0:

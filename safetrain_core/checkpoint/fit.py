@@ -50,6 +50,10 @@ def check_fit(
         )
 
 
+#: The vocabulary of a text model comes from its data.
+BUILD_ALIKE = "build the model with the sizes, and from the data, that it was saved with, or use another folder"
+
+
 def _in_words(rule: Any) -> str:
     if not isinstance(rule, dict):
         return str(rule)
@@ -64,13 +68,14 @@ def _check_model(saved: dict[str, Any], path: StrPath, model: nn.Module) -> None
     ):
         if names:
             raise CheckpointDoesNotFit(
-                f"{path} does not fit the model: it {what} {sorted(names)[0]} ({len(names)} in all)"
+                f"{path} does not fit the model: it {what} {sorted(names)[0]} ({len(names)} in all); {BUILD_ALIKE}"
             )
     for name, value in here.items():
         a, b = getattr(saved[name], "shape", None), getattr(value, "shape", None)
         if a != b:
             raise CheckpointDoesNotFit(
-                f"{path} does not fit the model: {name} has shape {tuple(a or ())} there and {tuple(b or ())} here"
+                f"{path} does not fit the model: {name} has shape {tuple(a or ())} there and {tuple(b or ())} here; "
+                f"{BUILD_ALIKE}"
             )
 
 

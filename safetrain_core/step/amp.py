@@ -121,7 +121,8 @@ class AmpTrainState:
         refuse_arguments(max_norm, inf_post_clip_threshold, loss_weighting, loss_jump_factor, keep_rows, scheduler)
         if amp_dtype is None and device_type not in DEFAULT_AMP_DTYPE:
             raise ValueError(
-                f"no default amp_dtype for device_type={device_type!r}; pass amp_dtype, torch.float32 for no autocast"
+                f"no default amp_dtype for device_type={device_type!r}; pass device_type='cpu' or 'cuda', or for "
+                "another device of torch also amp_dtype, torch.float32 for no autocast"
             )
         self.model = model
         self.device_type = device_type

@@ -46,7 +46,7 @@ def default_loss(output: Tensor, target: Tensor) -> Tensor:
 
     Raises:
         ValueError: an output or targets that are no tensor; floating-point targets of another shape than the output,
-            which ``mse_loss`` would broadcast.
+            which ``mse_loss`` would broadcast; other targets of a shape that ``cross_entropy`` does not take.
 
     >>> default_loss((torch.zeros(1), torch.zeros(2)), torch.zeros(2))
     Traceback (most recent call last):
@@ -64,7 +64,16 @@ def default_loss(output: Tensor, target: Tensor) -> Tensor:
             f"output has shape {tuple(output.shape)} and targets {tuple(target.shape)}; mse_loss would broadcast them: "
             "reshape one"
         )
-    return F.mse_loss(output, target) if target.is_floating_point() else F.cross_entropy(output, target)
+    if target.is_floating_point():
+        return F.mse_loss(output, target)
+    if output.dim() > 1 and target.shape != (classes := (output.shape[0], *output.shape[2:])):
+        raise ValueError(
+            f"targets are {str(target.dtype).removeprefix('torch.')} of shape {tuple(target.shape)}, and cross_entropy "
+            f"takes class numbers of shape {classes} for an output of shape {tuple(output.shape)}; where they are "
+            "numbers to predict, make them .float(); where classes are the output's last dimension, "
+            "pass loss_fn=next_token_loss"
+        )
+    return F.cross_entropy(output, target)
 
 
 class WindowPass:

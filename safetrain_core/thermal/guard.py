@@ -182,7 +182,8 @@ class ThermalGuard:
         if self.reading.temperature_c is None:
             self.poller.__exit__()
             raise ValueError(
-                f"the thermal guard got no temperature of {self.name} at the start; without one it cannot protect it"
+                f"the thermal guard got no temperature of {self.name} at the start; without one it cannot protect it: "
+                "look at `safetrain watch --once`, pass a source that returns degrees Celsius, or leave the guard out"
             )
         return self
 

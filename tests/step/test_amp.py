@@ -537,6 +537,12 @@ def test_devices_that_do_not_match_are_refused_with_both_named():
         (lambda: AmpTrainState(small_model(), keep_rows=0), "keep_rows=0"),
         (lambda: AmpTrainState(small_model().requires_grad_(False)), "no trainable parameter"),
         (lambda: AmpTrainState(small_model(), device_type="mps"), "no default amp_dtype"),
+        (lambda: AmpTrainState(small_model(), device_type="gpu"), "pass device_type='cpu' or 'cuda'"),
+        (lambda: AmpTrainState(small_model()).step(X, Y.long()), r"class numbers of shape \(8,\).*\.float\(\)"),
+        (
+            lambda: AmpTrainState(small_model()).step(X.expand(3, *X.shape), torch.zeros(3, 8, dtype=torch.int64)),
+            r"targets are int64 of shape \(3, 8\).*next_token_loss",
+        ),
         (
             lambda: AmpTrainState(small_model(), optimizer=torch.optim.SGD(small_model().parameters(), lr=1)),
             "none of the model's trainable weights",
