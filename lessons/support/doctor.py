@@ -87,16 +87,29 @@ def told(finding: Finding) -> str:
             line,
         )
 
-    lines = map(marked, shown.splitlines())
-    return "\n".join(line if "~" in line else _wrapped(line) for line in lines)
+    return "\n".join(_wrapped(marked(line)) for line in shown.splitlines())
 
 
 def _wrapped(line: str) -> str:
-    """A long line in lines that fit a notebook's width; where a number varies, so would the place of a break."""
-    indent = " " * 12
-    return textwrap.fill(
-        line, 92, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    """A long line in lines that fit a notebook's width, broken where it would be if each varying number had 8 digits.
+
+    >>> long = "  evidence  " + ", ".join(f"{name} bytes ~{2**power}" for name, power in
+    ...     {"weight": 10, "gradient": 30, "optimizer state": 20, "activation": 20}.items())
+    >>> print(_wrapped(long))
+      evidence  weight bytes ~1024, gradient bytes ~1073741824, optimizer state bytes ~1048576,
+                activation bytes ~1048576
+    """
+    indent, words = " " * 12, line.split(" ")
+    even = re.sub(r"~-?[\d,.]+(?<![,.])(?:e[+-]?\d+)?", "~" + "9" * 8, line)
+    rows = textwrap.wrap(
+        even, 92, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
+    told = []
+    for i, row in enumerate(rows):
+        count = len(row.removeprefix(indent if i else "").split(" "))
+        told.append((indent if i else "") + " ".join(words[:count]))
+        words = words[count:]
+    return "\n".join(told)
 
 
 def doctor(found: Sequence[Finding], rule: str) -> None:
