@@ -954,7 +954,7 @@ say(check_loop(loop))
 # ## 9. Take it home
 #
 # ```python
-# from safetrain_core import AmpTrainState, rolling_skip_rate
+# from safetrain_core import AmpTrainState, rolling_skip_rate, save_checkpoint
 #
 # # float16 with a scaler; on the CPU, bfloat16 without one
 # state = AmpTrainState(model, lr=3e-4, device_type="cuda")
@@ -963,7 +963,9 @@ say(check_loop(loop))
 #     print(row)  # STEP ..., or SKIP ... with its reason
 # # above 0.05: look at the reasons in state.skip_log
 # print(rolling_skip_rate(state.log)[-1])
-# torch.save({"model": model.state_dict(), "amp": state.state_dict()}, "run.pt")
+# save_checkpoint(
+#     model, state.optimizer, None, state.counters, "runs/mine.pt", scaler=state.scaler
+# )
 # ```
 #
 # **The rule.** Look at the loss; backward; unscale; one norm; clip; step; update. A skip leaves out the step and nothing else.

@@ -12,11 +12,12 @@ import json
 import os
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from . import index, report
 
 #: Git ignores this folder. Delete the file to start over.
-FILE = index.FOLDER / "runs" / "progress.json"
+FILE = Path(os.environ.get("SAFETRAIN_PROGRESS", index.FOLDER / "runs" / "progress.json"))
 
 _CHECKED = re.compile(r"^say\((check_\w+)\(", re.MULTILINE)
 

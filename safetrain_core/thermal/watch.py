@@ -117,7 +117,8 @@ def _show(
         write(dict(zip(COLUMNS, (seconds, *values, reasons, state.value), strict=True)))
     pauses = sum(event.state == ThermalState.PAUSED for event in guard.events)
     aborted = guard.state == ThermalState.ABORTED
-    print(f"{number} readings: {pauses} pauses of {paused_s:.1f} s in all, {'an abort' if aborted else 'no abort'}")
+    counts = f"{number} reading{'s' * (number != 1)}: {pauses} pause{'s' * (pauses != 1)}"
+    print(f"{counts} of {paused_s:.1f} s in all, {'an abort' if aborted else 'no abort'}")
     if not known:
         return EXIT_UNKNOWN
     return EXIT_TOO_HOT if aborted else 0

@@ -79,5 +79,5 @@ def _resume(told: Checkup) -> str:
         return begins
     facts = [f"{told.lost.steps:,} steps"]
     facts += [f"{told.lost.updates:,} updates"] if told.lost.updates is not None else []
-    facts += [f"{told.lost.minutes:.1f} minutes"] if told.lost.minutes is not None else []
+    facts += [f"{told.lost.minutes:.1f} minutes"] if told.lost.minutes else []
     return f"{begins}, and does {', '.join(facts)} again" if told.lost.steps else f"{begins}; nothing is lost"

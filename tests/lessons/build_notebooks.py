@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -103,6 +105,8 @@ def main() -> int:
     parser.add_argument("scripts", nargs="+", type=Path, help="lessons/NN_name.py")
     parser.add_argument("--cell-timeout", type=int, default=120, metavar="S", help="seconds for one cell")
     args = parser.parse_args()
+    # What its builder has passed is not stored with lesson 00.
+    os.environ["SAFETRAIN_PROGRESS"] = str(Path(tempfile.gettempdir(), f"safetrain-progress-{os.getpid()}.json"))
     bad = 0
     for script in args.scripts:
         start = time.perf_counter()

@@ -28,7 +28,9 @@ def test_each_notebook_holds_the_cells_of_its_script(script: Path) -> None:
 
     written, stored = cells(jupytext.read(script, fmt="py:percent")), cells(notebook_of(script))
     for number, (left, right) in enumerate(zip(written, stored, strict=False)):
-        assert left == right, f"cell {number} differs: make notebooks"
+        assert left == right, (
+            f"cell {number} differs from its script: put an answer of yours aside (git stash), else make notebooks"
+        )
     assert len(written) == len(stored)
 
 

@@ -156,13 +156,14 @@ def test_a_lesson_to_come_is_plain_text_and_becomes_a_link_when_it_is_there(
     assert "[Gradient accumulation](02_accumulation.ipynb)" in index.nav("01_clipping_amp")
 
 
-def test_the_doctors_long_sentences_are_broken_between_words_and_only_where_no_number_varies() -> None:
-    finding = Finding(
-        "the loss rose 3.52 times " + "and more " * 20, "x", "error", (), "because it " * 20, "mend " * 30
-    )
-    lines = told(finding).splitlines()
+def test_the_doctors_long_sentences_are_broken_between_words_wherever_a_number_varies() -> None:
+    def lines_for(number: str) -> list[str]:
+        symptom = f"the loss rose {number} times " + "and more " * 20
+        return told(Finding(symptom, "x", "error", (), "because it " * 20, "mend " * 30)).splitlines()
+
+    lines = lines_for("3.52")
     assert lines[0].startswith("ERROR the loss rose ~3.52 times")
-    assert len(lines[0]) > 92
-    assert all(len(line) <= 92 for line in lines[1:])
-    assert [line[:12].strip() for line in lines[1:]] == ["cause", "", "", "fix", ""]
-    assert " ".join(" ".join(lines[1:4]).split()) == ("cause " + "because it " * 20).strip()
+    assert all(len(line) <= 92 for line in lines)
+    assert [line[:12].strip() for line in lines[1:]] == ["", "", "cause", "", "", "fix", ""]
+    assert " ".join(" ".join(lines[3:6]).split()) == ("cause " + "because it " * 20).strip()
+    assert lines_for("1234.5678") == [lines[0].replace("3.52", "1234.5678"), *lines[1:]]

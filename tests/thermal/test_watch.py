@@ -91,7 +91,7 @@ def test_live_readings_are_shown_and_written_and_can_be_replayed(fake, tmp_path,
     assert {row["gpu_power_w"] for row in rows} == {"123.456"}
     assert {"normal", "paused", "aborted"} == {row["guard_state"] for row in rows}
     assert main(["watch", "--replay", str(path)]) == 75
-    assert "1 pauses" in capsys.readouterr().out
+    assert "1 pause of" in capsys.readouterr().out
 
 
 def test_once_is_one_reading_and_needs_no_torch(fake):
