@@ -40,7 +40,8 @@ def streams(loader: Any) -> bool:
 class Cursor:
     """Yields windows of ``accum_steps`` batches on ``device``, and keeps ``state.epoch`` and ``state.batch_in_epoch``.
 
-    A window never spans two epochs. A sampler with ``set_epoch`` is told each epoch, so that ranks shuffle alike.
+    A window never spans two epochs. Loader, samplers and dataset that have a ``set_epoch`` are told each epoch, so that
+    ranks shuffle alike.
 
     ``state_dict`` and ``load_state_dict`` make a resumed run see each sample of the epoch exactly once. A loader with
     a ``state_dict`` of its own (torchdata's StatefulDataLoader) is used as it is. Any other is started again from the
@@ -95,9 +96,9 @@ class Cursor:
         self._epoch_start = None
 
     def _begin_epoch(self) -> Iterator[Any]:
-        set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(self.state.epoch)
+        for part in self._parts():
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(self.state.epoch)
         resume, self._resume = self._resume, None
         if resume is None or resume["epoch_start"] is None:
             self._epoch_start = self._random_states()
@@ -117,10 +118,15 @@ class Cursor:
         self._put_random_states(now)
         return batches
 
+    def _parts(self) -> list[Any]:
+        """The loader, and what it is made of that may shuffle; each once."""
+        batches = getattr(self.loader, "batch_sampler", None)
+        samplers = [getattr(self.loader, "sampler", None), getattr(batches, "sampler", None), batches]
+        parts = [self.loader, *samplers, getattr(self.loader, "dataset", None)]
+        return list({id(part): part for part in parts if part is not None}.values())
+
     def _generators(self) -> list[torch.Generator]:
-        sampler = getattr(self.loader, "sampler", None)
-        inner = getattr(getattr(self.loader, "batch_sampler", None), "sampler", None)
-        found = [getattr(owner, "generator", None) for owner in (self.loader, sampler, inner)]
+        found = [getattr(part, "generator", None) for part in self._parts()]
         return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
     def _random_states(self) -> dict[str, Any]:

@@ -45,6 +45,23 @@ class Epochal(RandomSampler):
         return iter(torch.randperm(20, generator=torch.Generator().manual_seed(self.epoch)).tolist())
 
 
+class Batches:
+    """A batch sampler that shuffles by a generator of its own, and by the epoch it is told."""
+
+    def __init__(self):
+        self.generator, self.epoch = torch.Generator().manual_seed(5), None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 10
+
+    def __iter__(self):
+        order = torch.randperm(20, generator=self.generator)
+        return iter(((order + self.epoch) % 20).reshape(10, 2).tolist())
+
+
 class Noisy(Dataset):
     """Draws from the global random state for each sample, as augmentation does."""
 
@@ -78,6 +95,7 @@ LOADERS = {
     "shuffle": lambda: DataLoader(DATA, 2, shuffle=True),
     "generator": lambda: DataLoader(DATA, 2, shuffle=True, generator=torch.Generator().manual_seed(5)),
     "set_epoch": lambda: DataLoader(DATA, 2, sampler=Epochal(DATA)),
+    "batch sampler": lambda: DataLoader(DATA, batch_sampler=Batches()),
     "augmented": lambda: DataLoader(Noisy(), 2, shuffle=True),
     "stream": lambda: DataLoader(Stream(), 2),
     "stream, told as too short": lambda: DataLoader(ToldShort(), 2),
