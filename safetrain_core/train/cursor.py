@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
@@ -43,6 +45,9 @@ class Cursor:
     A window never spans two epochs. Loader, samplers and dataset that have a ``set_epoch`` are told each epoch, so that
     ranks shuffle alike.
 
+    ``remembers``: keep the random states from before each window, for ``take_back_draws``. ``broken``: a window could
+    not be fetched.
+
     ``state_dict`` and ``load_state_dict`` make a resumed run see each sample of the epoch exactly once. A loader with
     a ``state_dict`` of its own (torchdata's StatefulDataLoader) is used as it is. Any other is started again from the
     random states that its epoch began with, and its first batches are passed over; the present random states, and those
@@ -64,6 +69,8 @@ class Cursor:
         self._epoch_start: dict[str, Any] | None = None
         self._resume: dict[str, Any] | None = None
         self._batches: Iterator[Any] = iter(())
+        self._before: tuple[Any, Any, Tensor] | None = None
+        self.remembers = self.broken = False
 
     def windows(self, epochs: int | None = None) -> Iterator[list[tuple[Any, Any]]]:
         """The windows from the present position to the end of ``epochs`` epochs, or without end.
@@ -76,13 +83,34 @@ class Cursor:
         while epochs is None or state.epoch < epochs:
             epoch = state.epoch
             self._batches = self._begin_epoch()
-            for window in windows(self._batches, self.accum_steps):
+            gathered = windows(self._batches, self.accum_steps)
+            while window := self._fetch(gathered):
                 state.batch_in_epoch += len(window)
-                yield [batch_to(self.device, batch) for batch in window]
+                yield window
             if state.epoch == epoch:
                 if state.batch_in_epoch == 0:
                     raise ValueError(f"train_loader is empty (0 batches) in epoch {epoch}; give it at least one batch")
                 self._end_epoch()
+
+    def _fetch(self, gathered: Iterator[list[Any]]) -> list[tuple[Any, Any]]:
+        """The next window, on the device; empty at the end."""
+        self._before = _host_random() if self.remembers else None
+        try:
+            return [batch_to(self.device, batch) for batch in next(gathered, [])]
+        except BaseException:
+            self.broken = True
+            raise
+
+    def take_back_draws(self) -> None:
+        """The last window is still to come: put back the random states from before it was fetched.
+
+        A dataset that augments in this process has drawn from them, and will again when the run resumes.
+        """
+        if self._before is not None:
+            python, numpy, cpu = self._before
+            random.setstate(python)
+            np.random.set_state(numpy)
+            torch.set_rng_state(cpu)
 
     def settle(self) -> None:
         """Where the epoch's last batch is behind, stand at the beginning of the next one."""
@@ -168,6 +196,10 @@ class Cursor:
         if state["stateful"] is not None:
             self.loader.load_state_dict(state["stateful"])  # type: ignore[attr-defined]
         self._resume, self._epoch_start = state, state["epoch_start"]
+
+
+def _host_random() -> tuple[Any, Any, Tensor]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
 
 def batch_to(device: torch.device, batch: Any) -> tuple[Any, Any]:
