@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from .errors import type_of
 from .launched import Place
 from .rank_processes import Ranks
 
@@ -88,6 +89,10 @@ def _packed(
 
     Bytes, since what multiprocessing itself sends shares a tensor's memory: ranks would write into each other's.
     """
+    if not callable(worker):
+        raise ValueError(f"worker is {type_of(worker)}, expected a function of a module")
+    if type(world_size) is not int:
+        raise ValueError(f"world_size={world_size!r} must be an integer")
     if world_size < 1:
         raise ValueError(f"world_size={world_size} must be at least 1")
     if timeout_s is not None and not timeout_s > 0:

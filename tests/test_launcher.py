@@ -141,6 +141,9 @@ def test_what_a_rank_has_started_goes_with_it(tmp_path):
     ("options", "told"),
     [
         ({"world_size": 0}, "world_size=0 must be at least 1"),
+        ({"world_size": 2.0}, "world_size=2.0 must be an integer"),
+        ({"world_size": True}, "world_size=True must be an integer"),
+        ({"worker": "who"}, "worker is a str, expected a function"),
         ({"timeout_s": 0}, "timeout_s=0 must be above 0"),
         ({"timeout_s": float("nan")}, "timeout_s=nan must be above 0"),
         ({"worker": lambda: None}, "lambda.* cannot be sent to another process"),

@@ -9,6 +9,7 @@ Source: Pillai et al. 2014, "All File Systems Are Not Created Equal", OSDI, on w
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -47,6 +48,7 @@ def atomic_open(path: StrPath) -> Iterator[IO[bytes]]:
     []
     """
     target = pathlib.Path(path)
+    refuse_no_file(target)
     make_folder(target.parent)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
     try:
@@ -62,6 +64,20 @@ def atomic_open(path: StrPath) -> Iterator[IO[bytes]]:
             error.filename = str(target)  # a write or a sync that failed: of a full disk, say
         raise
     sync_folder(target.parent)
+
+
+def refuse_no_file(target: pathlib.Path) -> None:
+    """``OSError`` where something is at ``target`` that a rename would destroy, or fail over: a device, a folder."""
+    try:
+        mode = os.lstat(target).st_mode
+    except OSError:  # nothing is there; or the write will tell
+        return
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "is a folder; name a file in it", str(target))
+    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+        raise OSError(
+            errno.EINVAL, "is a device, a pipe or a socket, which a save would replace; name a file", str(target)
+        )
 
 
 def make_folder(folder: pathlib.Path) -> None:

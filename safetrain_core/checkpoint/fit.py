@@ -16,6 +16,10 @@ from .rng import check_rng_state
 __all__ = ["check_fit"]
 
 
+#: State that has the shape of its weight: in most optimizers the first two, in torch's own all of them.
+MOMENTS = ("exp_avg", "momentum_buffer", "exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "grad_avg", "sum", "prev")
+
+
 def check_fit(
     payload: dict[str, Any], path: StrPath, model: nn.Module, optimizer: torch.optim.Optimizer | None, scheduler: Any
 ) -> None:
@@ -90,12 +94,21 @@ def _check_optimizer(saved: dict[str, Any], path: StrPath, optimizer: torch.opti
             refuse_state(saved)
         except ValueError as error:
             raise CheckpointDoesNotFit(f"{path} does not fit the optimizer: {error}") from error
+    named = [names for group in saved["param_groups"] for names in group.get("param_names") or ()]
+    names = [names for group in optimizer.param_groups for names in group.get("param_names") or ()]
+    if len(named) == len(names) and named != names:
+        at = next(at for at, (there, here) in enumerate(zip(named, names, strict=True)) if there != here)
+        raise CheckpointDoesNotFit(
+            f"{path} does not fit the optimizer: its weight {at} is {named[at]} there and {names[at]} here; give the "
+            "weights in the same order"
+        )
+    keys = MOMENTS if type(optimizer).__module__.startswith("torch.optim.") else MOMENTS[:2]
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [n for group in saved["param_groups"] for n in group["params"]]
     for number, weight in zip(numbers, weights, strict=True):
-        for key in ("exp_avg", "momentum_buffer"):
+        for key in keys:
             moment = saved["state"].get(number, {}).get(key)
-            if moment is not None and moment.shape != weight.shape:
+            if isinstance(moment, torch.Tensor) and moment.shape != weight.shape:
                 raise CheckpointDoesNotFit(
                     f"{path} does not fit the optimizer: {key} has shape {tuple(moment.shape)} there, its weight "
                     f"{tuple(weight.shape)} here"

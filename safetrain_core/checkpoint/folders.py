@@ -6,14 +6,16 @@ import contextlib
 import os
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
-from .atomic import StrPath, sync_folder
+from .atomic import StrPath, make_folder, sync_folder
 from .manifest import MANIFEST, PART_FOLDER, SHARD_NAME, is_checkpoint
 
 __all__ = [
     "FOLDER_NAME",
     "all_checkpoints",
+    "alone_in",
     "cut_saves",
     "remove_checkpoint",
     "rotate_checkpoints",
@@ -25,6 +27,32 @@ __all__ = [
 
 FOLDER_NAME = re.compile(r"step_([0-9]{1,18})")
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Wait until no other process of this machine saves into ``folder`` in this way, and keep others waiting inside.
+
+    Two saves at once would each sweep away what the other has written. A file system without locks goes without.
+
+    >>> with alone_in(Path(".")):
+    ...     pass
+    """
+    if os.name == "nt":
+        yield
+        return
+    import fcntl
+
+    make_folder(folder)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile has the folder open, too
+        os.close(handle)
 
 
 def all_checkpoints(parent: StrPath) -> list[Path]:

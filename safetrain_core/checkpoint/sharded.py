@@ -25,7 +25,7 @@ from ..distributed import world_size as this_world_size
 from ..errors import CheckpointError, type_of
 from .atomic import StrPath, atomic_open
 from .checks import LARGEST_NUMBER
-from .folders import sweep
+from .folders import alone_in, sweep
 from .manifest import MANIFEST, SHARD_SCHEMA, Shard, ShardManifest, publish, read_json
 from .plain import ordinary, plain
 from .sharded_read import FLAT, beside_one_another, numel_of
@@ -38,6 +38,8 @@ PerRank = Mapping[int, Mapping[str, Any]] | Sequence[Mapping[str, Any]]
 
 def save_sharded(per_rank_state: PerRank, dest_dir: StrPath, step: int) -> ShardManifest:
     """Save the states of all ranks into ``dest_dir`` itself, from one process, the files beside one another.
+
+    Of two processes that save into one folder the second waits for the first.
 
     Args:
         per_rank_state: state of each rank, as a list, or a dict with keys 0 to n - 1.
@@ -60,10 +62,11 @@ def save_sharded(per_rank_state: PerRank, dest_dir: StrPath, step: int) -> Shard
     states = _in_order(per_rank_state)
     payloads = [_payload(state, rank, step) for rank, state in enumerate(states)]
     folder = Path(dest_dir)
-    names = _fresh_names(folder, len(states))
-    with _removing_after(BaseException, folder, names):
-        written = beside_one_another(lambda rank: _write(payloads[rank], folder / names[rank]), len(states))
-        return _publish(folder, names, written, [numel_of(state) for state in states], step)
+    with alone_in(folder):
+        names = _fresh_names(folder, len(states))
+        with _removing_after(BaseException, folder, names):
+            written = beside_one_another(lambda rank: _write(payloads[rank], folder / names[rank]), len(states))
+            return _publish(folder, names, written, [numel_of(state) for state in states], step)
 
 
 def save_shard(state: Mapping[str, Any], dest_dir: StrPath, *, rank: int, world_size: int, step: int) -> ShardManifest:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .watched import Update, altered_gradients, build, check_callables, seed_all, watched
+from .watched import Update, altered_gradients, build, check_callables, flat, seed_all, watched
 
 __all__ = ["Bench", "StepFn", "cut", "samples_in"]
 
@@ -86,7 +86,7 @@ class Bench:
         seed_all(self.seed)
         made = torch.autograd.grad(loss(run, batch), weights, allow_unused=True)
         pieces = [torch.zeros_like(p) if g is None else g for p, g in zip(weights, made, strict=True)]
-        return torch.cat([g.detach().to("cpu", torch.float64).reshape(-1) for g in pieces])
+        return torch.cat([flat(g) for g in pieces])
 
 
 def steps_per_weight(taken: list[Update]) -> int:

@@ -25,6 +25,7 @@ __all__ = [
     "build",
     "built",
     "check_callables",
+    "flat",
     "kept_rng",
     "put_rng_state",
     "rng_state",
@@ -167,8 +168,14 @@ def flat_gradient(weights: Iterable[Tensor], numbers: set[int] | None = None) ->
     for at, p in enumerate(weights):
         wanted = p.grad is not None and (numbers is None or at in numbers)
         local = p.grad if wanted else torch.zeros_like(p)
-        pieces.append(local.detach().to("cpu", torch.float64).reshape(-1))  # type: ignore[union-attr]
+        pieces.append(flat(local))  # type: ignore[arg-type]
     return torch.cat(pieces)
+
+
+def flat(gradient: Tensor) -> Tensor:
+    """A gradient as one row of float64 on the CPU; an embedding's may be sparse."""
+    dense = gradient.detach() if gradient.layout is torch.strided else gradient.detach().to_dense()
+    return dense.to("cpu", torch.float64).reshape(-1)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from ..errors import type_of
 from .count import Counter
 from .layer import Offload
+from .moment import host_random, put_host_random
 from .recompute import Policy, recomputed, wrappers_of
 
 __all__ = ["RecomputeCost", "measure_recompute"]
@@ -137,6 +138,8 @@ def step_of(
     loss_of = loss_fn or _default_loss
     gradients = {p: p.grad for p in model.parameters()}
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    places = [(module, dict(module._buffers)) for module in model.modules()]
+    drawn = host_random()
     flags = [(module, module.training) for module in model.modules()]
     fake_mode = next((p.fake_mode for p in model.parameters() if isinstance(p, FakeTensor)), None)
     gpus = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda" and fake_mode is None})
@@ -162,6 +165,11 @@ def step_of(
                 module.training = was
             for p, gradient in gradients.items():
                 p.grad = gradient
+            put_host_random(drawn)
+            for module, before in places:  # a buffer may have been made, or replaced by another
+                for name in module._buffers.keys() - before.keys():
+                    delattr(module, name)
+                module._buffers.update(before)
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)

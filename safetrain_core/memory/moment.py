@@ -1,15 +1,17 @@
 """The moment of a layer's forward pass: what its output depends on beside its arguments, kept for the second run.
 
-torch.utils.checkpoint keeps the random state and autocast. Here stand the three things that it leaves to chance:
-buffers, which a second run would move twice; the attention kernels allowed by ``sdpa_kernel``, which the backward pass
-runs outside of; and a model put into eval mode between forward and backward.
+torch.utils.checkpoint keeps torch's random state and autocast. Here stand the four things that it leaves to chance:
+buffers, which a second run would move twice; the random states of Python and NumPy; the attention kernels allowed by
+``sdpa_kernel``, which the backward pass runs outside of; and a model put into eval mode between forward and backward.
 """
 
 from __future__ import annotations
 
+import random
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -40,6 +42,21 @@ def _allow(kernels: list[bool]) -> None:
         getattr(torch.backends.cuda, f"enable_{kernel}")(allowed)
 
 
+def host_random() -> tuple[Any, Any]:
+    """The random states of Python and NumPy."""
+    return random.getstate(), np.random.get_state()
+
+
+def put_host_random(states: tuple[Any, Any]) -> None:
+    """Put back what ``host_random`` gave."""
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+
+
+def _alike(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
+    return a[0] == b[0] and a[1][2:] == b[1][2:] and bool(np.array_equal(a[1][1], b[1][1]))
+
+
 class Moment:
     """Take one before a layer's forward, ``settle()`` it after, and enter it, any number of times, around a second run.
 
@@ -65,10 +82,13 @@ class Moment:
             for name, buffer in owner._buffers.items()
             if buffer is not None
         ]
-        self._outside: list[tuple[list[bool], list[tuple[nn.Module, str, Any]]]] = []
+        self.random: tuple[Any, Any] | None = host_random()
+        self._outside: list[tuple[list[bool], list[tuple[nn.Module, str, Any]], tuple[Any, Any] | None]] = []
 
     def settle(self) -> None:
-        """Forget the buffers that the first run did not move."""
+        """Forget the buffers and the random states that the first run did not move."""
+        if self.random is not None and _alike(self.random, host_random()):
+            self.random = None
         self.buffers = [
             kept
             for kept in self.buffers
@@ -82,10 +102,11 @@ class Moment:
                 f"a recomputed {type(self.module).__name__} was put into eval mode between its forward and its "
                 "backward; its second run would differ: call model.eval() after backward()"
             )
-        self._outside.append(
-            (_kernels(), [(owner, name, owner._buffers.get(name)) for owner, name, *_ in self.buffers])
-        )
+        buffers = [(owner, name, owner._buffers.get(name)) for owner, name, *_ in self.buffers]
+        self._outside.append((_kernels(), buffers, None if self.random is None else host_random()))
         _allow(self.kernels)
+        if self.random is not None:
+            put_host_random(self.random)
         for owner, name, buffer, _, value in self.buffers:
             owner._buffers[name] = (buffer if value is None else value).detach().clone()
         _running += 1
@@ -95,7 +116,9 @@ class Moment:
     ) -> None:
         global _running
         _running -= 1
-        kernels, buffers = self._outside.pop()
+        kernels, buffers, drawn = self._outside.pop()
+        if drawn is not None:
+            put_host_random(drawn)
         for owner, name, buffer in buffers:
             owner._buffers[name] = buffer
         _allow(kernels)

@@ -48,7 +48,8 @@ class ThermalGuard:
             ``read`` that does, as ``GpuMonitor`` has.
         pause_c, resume_c, critical_c: see ``Thresholds``. poll_interval_s: seconds between readings.
         slowdown_c: where the card itself slows down; a pause threshold above it is warned about.
-        name: what is watched, for messages. on_event: called with each ``ThermalEvent``; None = it is logged.
+        name: what is watched, for messages. on_event: called with each ``ThermalEvent``; None = it is logged. What it
+            raises is logged.
 
     Attributes:
         state, reading, events: the present state, the last reading, the changes of state so far. Each is logged.
@@ -92,7 +93,7 @@ class ThermalGuard:
         self.poller = Poller(source, poll_interval_s, self.see)
         self._began = time.monotonic()
         self._last_c: float | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # on_event is called inside, and may ask the guard
         if slowdown_c is not None and not pause_c <= slowdown_c:
             log.warning(
                 "%s slows itself down at %g C, below the pause threshold of %g C, which it may never reach; "
@@ -137,7 +138,10 @@ class ThermalGuard:
         self.state = state
         event = ThermalEvent(state, celsius, time.monotonic() - self._began, why)
         self.events.append(event)
-        self.on_event(event)
+        try:
+            self.on_event(event)
+        except Exception as error:  # noqa: BLE001  it is called in the poller's thread, which has to go on
+            log.error("on_event of the thermal guard failed (%s: %s) at: %s", type(error).__name__, error, event)
 
     def wish(self) -> Wish:
         """Whether training may go on now, by the readings so far. A poller that has fallen silent is a lost sensor."""
@@ -178,6 +182,8 @@ class ThermalGuard:
 
     def __enter__(self) -> ThermalGuard:
         self._began = time.monotonic()
+        if not self.poller.running:  # entered again: what an earlier block ended in is over
+            self.state, self.unknown_in_a_row, self._last_c = ThermalState.NORMAL, 0, None
         self.poller.__enter__()
         if self.reading.temperature_c is None:
             self.poller.__exit__()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
@@ -40,7 +42,11 @@ def streams(loader: Any) -> bool:
 class Cursor:
     """Yields windows of ``accum_steps`` batches on ``device``, and keeps ``state.epoch`` and ``state.batch_in_epoch``.
 
-    A window never spans two epochs. A sampler with ``set_epoch`` is told each epoch, so that ranks shuffle alike.
+    A window never spans two epochs. Loader, samplers and dataset that have a ``set_epoch`` are told each epoch, so that
+    ranks shuffle alike.
+
+    ``remembers``: keep the random states from before each window, for ``take_back_draws``. ``broken``: a window could
+    not be fetched.
 
     ``state_dict`` and ``load_state_dict`` make a resumed run see each sample of the epoch exactly once. A loader with
     a ``state_dict`` of its own (torchdata's StatefulDataLoader) is used as it is. Any other is started again from the
@@ -63,6 +69,8 @@ class Cursor:
         self._epoch_start: dict[str, Any] | None = None
         self._resume: dict[str, Any] | None = None
         self._batches: Iterator[Any] = iter(())
+        self._before: tuple[Any, Any, Tensor] | None = None
+        self.remembers = self.broken = False
 
     def windows(self, epochs: int | None = None) -> Iterator[list[tuple[Any, Any]]]:
         """The windows from the present position to the end of ``epochs`` epochs, or without end.
@@ -75,13 +83,34 @@ class Cursor:
         while epochs is None or state.epoch < epochs:
             epoch = state.epoch
             self._batches = self._begin_epoch()
-            for window in windows(self._batches, self.accum_steps):
+            gathered = windows(self._batches, self.accum_steps)
+            while window := self._fetch(gathered):
                 state.batch_in_epoch += len(window)
-                yield [batch_to(self.device, batch) for batch in window]
+                yield window
             if state.epoch == epoch:
                 if state.batch_in_epoch == 0:
                     raise ValueError(f"train_loader is empty (0 batches) in epoch {epoch}; give it at least one batch")
                 self._end_epoch()
+
+    def _fetch(self, gathered: Iterator[list[Any]]) -> list[tuple[Any, Any]]:
+        """The next window, on the device; empty at the end."""
+        self._before = _host_random() if self.remembers else None
+        try:
+            return [batch_to(self.device, batch) for batch in next(gathered, [])]
+        except BaseException:
+            self.broken = True
+            raise
+
+    def take_back_draws(self) -> None:
+        """The last window is still to come: put back the random states from before it was fetched.
+
+        A dataset that augments in this process has drawn from them, and will again when the run resumes.
+        """
+        if self._before is not None:
+            python, numpy, cpu = self._before
+            random.setstate(python)
+            np.random.set_state(numpy)
+            torch.set_rng_state(cpu)
 
     def settle(self) -> None:
         """Where the epoch's last batch is behind, stand at the beginning of the next one."""
@@ -95,9 +124,9 @@ class Cursor:
         self._epoch_start = None
 
     def _begin_epoch(self) -> Iterator[Any]:
-        set_epoch = getattr(getattr(self.loader, "sampler", None), "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(self.state.epoch)
+        for part in self._parts():
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(self.state.epoch)
         resume, self._resume = self._resume, None
         if resume is None or resume["epoch_start"] is None:
             self._epoch_start = self._random_states()
@@ -117,10 +146,15 @@ class Cursor:
         self._put_random_states(now)
         return batches
 
+    def _parts(self) -> list[Any]:
+        """The loader, and what it is made of that may shuffle; each once."""
+        batches = getattr(self.loader, "batch_sampler", None)
+        samplers = [getattr(self.loader, "sampler", None), getattr(batches, "sampler", None), batches]
+        parts = [self.loader, *samplers, getattr(self.loader, "dataset", None)]
+        return list({id(part): part for part in parts if part is not None}.values())
+
     def _generators(self) -> list[torch.Generator]:
-        sampler = getattr(self.loader, "sampler", None)
-        inner = getattr(getattr(self.loader, "batch_sampler", None), "sampler", None)
-        found = [getattr(owner, "generator", None) for owner in (self.loader, sampler, inner)]
+        found = [getattr(part, "generator", None) for part in self._parts()]
         return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
     def _random_states(self) -> dict[str, Any]:
@@ -162,6 +196,10 @@ class Cursor:
         if state["stateful"] is not None:
             self.loader.load_state_dict(state["stateful"])  # type: ignore[attr-defined]
         self._resume, self._epoch_start = state, state["epoch_start"]
+
+
+def _host_random() -> tuple[Any, Any, Tensor]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
 
 def batch_to(device: torch.device, batch: Any) -> tuple[Any, Any]:

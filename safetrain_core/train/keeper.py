@@ -67,6 +67,10 @@ class Keeper:
         result: FitResult,
         identity: Mapping[str, Any] | None = None,
     ) -> None:
+        if os.path.lexists(folder) and not os.path.isdir(folder):
+            raise ValueError(
+                f"checkpoint_dir {folder} is no folder (a file, or a link that leads nowhere); name another"
+            )
         self.config, self.amp, self.cursor, self.retries, self.result = config, amp, cursor, retries, result
         # What several ranks hold in parts, or one process as DTensors, does not fit into one file.
         self.in_folders = world_size() > 1 or any(hasattr(p, "to_local") for p in amp.model.parameters())

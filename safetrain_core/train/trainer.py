@@ -106,6 +106,7 @@ class SafeTrainer:
         if checkpoint_dir is not None:
             self._keeper = Keeper(checkpoint_dir, config, self.amp, self._cursor, self._retries, self.result, identity)
             self._retries.newest_good = self._keeper.newest_good
+            self._cursor.remembers = world_size() == 1
         self._thermal = thermal_from_config(
             config, self.amp, self._cursor, self.result, thermal_source, thermal_devices, self._retries.newest_good
         )
@@ -217,6 +218,8 @@ class SafeTrainer:
             return
         if self._begun is not None:  # a window that was begun and did not end is still to come
             self.state.epoch, self.state.batch_in_epoch = self._begun
+        if self._begun is not None or self._cursor.broken:
+            self._cursor.take_back_draws()
         self._keeper.save()
         self._keeper.checkpoints.wait()
 

@@ -243,3 +243,16 @@ def test_odd_plain_values_come_back(tmp_path, value):
     atomic_save({"v": value}, tmp_path / "a.pt")
     atomic_save(torch.load(tmp_path / "a.pt", weights_only=True), tmp_path / "b.pt")
     assert torch.load(tmp_path / "b.pt", weights_only=True)["v"] == value
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in the file system")
+def test_a_pipe_or_a_device_is_no_place_for_a_save_and_stays_and_a_folder_is_told_before_anything_is_written(tmp_path):
+    """A rename puts a file in the place of whatever is there: of /dev/null, too, for one who may."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="is a device, a pipe or a socket"):
+        atomic_save(PAYLOAD, tmp_path / "pipe")
+    with pytest.raises(IsADirectoryError, match="name a file in it"):
+        atomic_save(PAYLOAD, tmp_path / "folder")
+    assert (tmp_path / "pipe").is_fifo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "pipe"]

@@ -545,3 +545,21 @@ def test_a_slice_that_reads_its_memory_conjugated_and_a_sparse_tensor_come_back(
     save_sharded(given, tmp_path / "a", step=0)
     for state, loaded in zip(given, load_sharded(tmp_path / "a", 3)[1], strict=True):
         assert torch.equal(loaded["v"].to_dense(), state["v"].to_dense())
+
+
+def test_two_processes_that_save_into_one_folder_wait_for_each_other(tmp_path):
+    """Each would sweep away what the other has just written."""
+    code = """
+import sys, torch
+from safetrain_core import save_sharded
+for step in range(20):
+    save_sharded([{"param_shard": torch.full((2000,), float(step))}] * 2, sys.argv[1], step)
+"""
+    saving = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    assert [process.communicate()[1] for process in saving] == ["", ""]
+    loaded = load_sharded(tmp_path, 2)[1]
+    assert loaded[0]["param_shard"].eq(19).all()
+    assert len(os.listdir(tmp_path)) == 3

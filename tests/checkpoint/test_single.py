@@ -259,3 +259,26 @@ def test_a_verified_file_with_a_malformed_part_is_refused_before_anything_is_cha
         load_checkpoint(path, other, None, None)
     assert torch.equal(other.weight, before)
     assert torch.equal(torch.get_rng_state(), drawn)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.AdamW])
+def test_moments_of_weights_in_another_order_are_refused(tmp_path, kind):
+    model, _, _ = parts()
+    optimizer = kind(model.parameters())
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    save_checkpoint(model, optimizer, None, TrainState(), tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=r"does not fit the optimizer: .* has shape"):
+        load_checkpoint(tmp_path / "a.pt", model, kind(list(model.parameters())[::-1]), None)
+
+
+def test_weights_of_one_shape_in_another_order_are_refused_where_the_optimizer_knows_their_names(tmp_path):
+    """Else each gets the moments of another, and nothing says so."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    save_checkpoint(model, optimizer, None, TrainState(), tmp_path / "a.pt")
+    load_checkpoint(tmp_path / "a.pt", model, torch.optim.AdamW(model.named_parameters()), None)
+    load_checkpoint(tmp_path / "a.pt", model, torch.optim.AdamW(model.parameters()), None)
+    turned = torch.optim.AdamW(list(model.named_parameters())[::-1])
+    with pytest.raises(CheckpointError, match=r"its weight 0 is 0\.weight there and 1\.weight here"):
+        load_checkpoint(tmp_path / "a.pt", model, turned, None)

@@ -14,6 +14,7 @@ from probed_loops import (
     step,
     with_closure,
 )
+from torch import nn
 
 from safetrain_core import probe_accumulation
 
@@ -173,3 +174,19 @@ def test_a_guarded_step_that_refuses_a_micro_batch_without_targets_is_told():
     y[-2:] = PAD
     with pytest.raises(ValueError, match="took no optimizer step"):
         probe_accumulation(step(case, "weighed equally"), case.make, (x, y), accum_steps=6)
+
+
+def test_the_sparse_gradients_of_an_embedding_are_probed():
+    def make():
+        model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Flatten(), nn.Linear(8, 1))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def undivided(run, micro_batches):
+        model, optimizer = run
+        optimizer.zero_grad()
+        for x, y in micro_batches:
+            nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+
+    batch = torch.randint(0, 5, (16, 2)), torch.randn(16, 1)
+    assert rules(probe_accumulation(undivided, make, batch, unequal=False)) == ["loss_not_divided"]

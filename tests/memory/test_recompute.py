@@ -4,8 +4,10 @@ import contextlib
 import copy
 import gc
 import pickle
+import random
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from recompute_cases import POLICIES, TwoStreams, WithKwargs, dense, gpt, gpt_loss, made, plain_stack, vectors
@@ -245,3 +247,52 @@ def test_hooks_on_a_layer_run_once_per_step():
         with calls_of(list(model.blocks)) as counts:
             gpt_loss(model).backward()
         assert counts == [1] * 5
+
+
+class Stochastic(nn.Module):
+    """Scales what it is given by chance: Python's and NumPy's."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x * random.random() * np.random.rand()))
+
+
+@pytest.mark.parametrize("policy", ["full", "every_k", "sqrt", "selective_ops"])
+def test_the_second_run_draws_from_python_and_numpy_what_the_first_has_drawn_and_moves_neither(policy):
+    def gradients(policy):
+        torch.manual_seed(0), random.seed(0), np.random.seed(0)
+        model = apply_recompute(nn.Sequential(*(Stochastic() for _ in range(4))), policy, k=2)
+        for _ in range(2):
+            model(torch.ones(3, 4)).sum().backward()
+        return [p.grad for p in model.parameters()], random.random(), np.random.rand()
+
+    (plain, *drawn), (again, *drawn_again) = gradients("none"), gradients(policy)
+    assert drawn == drawn_again
+    assert all(map(torch.equal, plain, again))
+
+
+def test_measuring_puts_back_buffers_that_the_model_has_made_or_replaced_and_what_chance_has_drawn():
+    class Buffered(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(Stochastic(), Stochastic())
+            self.register_buffer("mean", torch.zeros(4))
+            self.register_buffer("none", None)
+
+        def forward(self, x):
+            self.mean = self.mean + x.detach().mean(0)
+            self.none = torch.ones(1)
+            self.register_buffer("made", torch.ones(1))
+            return self.layers(x)
+
+    model = Buffered()
+    mean, drawn = model.mean, (random.getstate(), np.random.get_state()[2])
+    measure_recompute(model, (torch.ones(3, 4), torch.ones(3, 4)), "full")
+    assert model.mean is mean
+    assert not mean.any()
+    assert model.none is None
+    assert not hasattr(model, "made")
+    assert drawn == (random.getstate(), np.random.get_state()[2])

@@ -255,3 +255,43 @@ def test_a_guard_that_is_not_watching_says_so_and_an_abort_stays_one():
     guard.see(99.0)
     with pytest.raises(ThermalAbort):
         guard.hold()
+
+
+def test_what_on_event_raises_is_logged_and_the_guard_goes_on_watching(caplog):
+    """Raised in the poller's thread it would end that, and look like a driver that hangs."""
+    celsius = [60.0]
+
+    def fail(event):
+        raise OSError("no network")
+
+    with ThermalGuard(lambda: celsius[0], poll_interval_s=0.01, on_event=fail) as guard:
+        celsius[0] = 90.0
+        while not guard.events:
+            time.sleep(0.01)
+        celsius[0] = 60.0
+        assert guard.hold()
+    assert [event.state.value for event in guard.events] == ["paused", "normal"]
+    assert "OSError: no network" in caplog.text
+
+
+def test_on_event_may_ask_the_guard_and_hand_it_a_reading():
+    guard = ThermalGuard(lambda: 60.0, on_event=lambda event: guard.see(60.0))
+    thread = threading.Thread(target=guard.see, args=(90.0,), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert guard.state == "normal"
+
+
+def test_a_guard_that_is_entered_again_begins_anew_after_an_abort():
+    celsius = [60.0]
+    guard = ThermalGuard(lambda: celsius[0], poll_interval_s=0.01)
+    with guard:
+        celsius[0] = 99.0
+        while guard.state != "aborted":
+            time.sleep(0.01)
+        with pytest.raises(ThermalAbort):
+            guard.hold()
+    celsius[0] = 60.0
+    with guard:
+        assert guard.hold()

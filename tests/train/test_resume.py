@@ -45,6 +45,23 @@ class Epochal(RandomSampler):
         return iter(torch.randperm(20, generator=torch.Generator().manual_seed(self.epoch)).tolist())
 
 
+class Batches:
+    """A batch sampler that shuffles by a generator of its own, and by the epoch it is told."""
+
+    def __init__(self):
+        self.generator, self.epoch = torch.Generator().manual_seed(5), None
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __len__(self):
+        return 10
+
+    def __iter__(self):
+        order = torch.randperm(20, generator=self.generator)
+        return iter(((order + self.epoch) % 20).reshape(10, 2).tolist())
+
+
 class Noisy(Dataset):
     """Draws from the global random state for each sample, as augmentation does."""
 
@@ -78,6 +95,7 @@ LOADERS = {
     "shuffle": lambda: DataLoader(DATA, 2, shuffle=True),
     "generator": lambda: DataLoader(DATA, 2, shuffle=True, generator=torch.Generator().manual_seed(5)),
     "set_epoch": lambda: DataLoader(DATA, 2, sampler=Epochal(DATA)),
+    "batch sampler": lambda: DataLoader(DATA, batch_sampler=Batches()),
     "augmented": lambda: DataLoader(Noisy(), 2, shuffle=True),
     "stream": lambda: DataLoader(Stream(), 2),
     "stream, told as too short": lambda: DataLoader(ToldShort(), 2),
@@ -542,3 +560,43 @@ def test_a_folder_that_is_no_checkpoint_is_the_users_mistake_and_its_newest_is_n
     make(tmp_path / "first", LOADERS["shuffle"](), max_steps=3)[1].fit()
     with pytest.raises(ValueError, match=r"the newest in it is .*first.step_00000003\.pt; name a step"):
         trainer.resume(tmp_path / "first")
+
+
+class Broken(Noisy):
+    """One of its samples cannot be read, once."""
+
+    reads, broken_at = 0, None
+
+    def __getitem__(self, i):
+        self.reads += 1
+        if self.reads == self.broken_at:
+            raise OSError("a broken file")
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize("who", ["a hook", "the loader", "the loader, at a batch that is no pair"])
+def test_a_run_that_a_hook_or_the_loader_has_ended_resumes_to_the_same_weights(tmp_path, who):
+    """Its last window was fetched, or begun to be, by a dataset that draws random numbers in this process."""
+    options = {"max_steps": 12, "gradient_accumulation_steps": 2, "checkpoint_every_n_steps": 100}
+
+    def hook(step, model):
+        if step == 7:
+            raise OSError("a broken hook")
+
+    def no_pair(samples):
+        return torch.zeros(2) if data.reads > 26 else torch.utils.data.default_collate(samples)
+
+    data = Broken()
+    whole, trainer = make(tmp_path / "a", DataLoader(data, 2, shuffle=True), **options)
+    trainer.fit()
+    data = Broken()
+    data.broken_at = 27 if who == "the loader" else None
+    loader = DataLoader(data, 2, shuffle=True, collate_fn=no_pair if "pair" in who else None)
+    _, first = make(tmp_path / "b", loader, fault=hook if who == "a hook" else None, **options)
+    with pytest.raises((OSError, ValueError)):
+        first.fit()
+    net, second = make(tmp_path / "b", DataLoader(Broken(), 2, shuffle=True), **options)
+    assert second.resume() is not None
+    second.fit()
+    for key, value in whole.state_dict().items():
+        assert torch.equal(value, net.state_dict()[key]), key

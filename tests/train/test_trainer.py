@@ -334,3 +334,11 @@ def test_tensors_inside_a_batch_move_to_the_device_and_what_moves_itself_does_it
     )
     assert inputs[0]["ids"].device == inputs[1][0].device == torch.device("meta")
     assert (inputs[1][1], targets) == ("name", "moved to meta")
+
+
+def test_a_checkpoint_dir_that_is_no_folder_is_refused_before_the_run(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("nowhere")
+    for name in ("file", "link"):
+        with pytest.raises(ValueError, match=f"checkpoint_dir .*{name} is no folder"):
+            SafeTrainer(model(), TrainConfig(max_steps=1), batches(1), checkpoint_dir=tmp_path / name)
