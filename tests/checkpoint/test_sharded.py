@@ -550,16 +550,20 @@ def test_a_slice_that_reads_its_memory_conjugated_and_a_sparse_tensor_come_back(
 def test_two_processes_that_save_into_one_folder_wait_for_each_other(tmp_path):
     """Each would sweep away what the other has just written."""
     code = """
-import sys, torch
+import pathlib, sys, time, torch
 from safetrain_core import save_sharded
-for step in range(20):
-    save_sharded([{"param_shard": torch.full((2000,), float(step))}] * 2, sys.argv[1], step)
+folder, me = pathlib.Path(sys.argv[1]), sys.argv[2]
+(folder / me).touch()
+while len(list(folder.glob("ready*"))) < 2:
+    time.sleep(0.01)
+for step in range(40):
+    save_sharded([{"param_shard": torch.full((2000,), float(step))}] * 2, folder / "saved", step)
 """
     saving = [
-        subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path), f"ready{n}"], stderr=subprocess.PIPE, text=True)
+        for n in range(2)
     ]
-    assert [process.communicate()[1] for process in saving] == ["", ""]
-    loaded = load_sharded(tmp_path, 2)[1]
-    assert loaded[0]["param_shard"].eq(19).all()
-    assert len(os.listdir(tmp_path)) == 3
+    assert [process.communicate(timeout=100)[1] for process in saving] == ["", ""]
+    loaded = load_sharded(tmp_path / "saved", 2)[1]
+    assert loaded[0]["param_shard"].eq(39).all()
+    assert len(os.listdir(tmp_path / "saved")) == 3
