@@ -155,7 +155,7 @@ def load_checkpoint(
     ...     load_checkpoint(folder + "/a.pt", nn.Linear(3, 1), None, None)
     Traceback (most recent call last):
     ...
-    safetrain_core.errors.CheckpointDoesNotFit: ...: weight has shape (1, 2) there and (1, 3) here
+    safetrain_core.errors.CheckpointDoesNotFit: ...: weight has shape (1, 2) there and (1, 3) here; build the ...
     """
     payload = read_checkpoint(path)
     check_fit(payload, path, model, optimizer, scheduler)

@@ -111,10 +111,10 @@ def _show(
         why = f" ({guard.events[-1].why})" if len(guard.events) > told else ""
         when = "" if seconds is None else f"{seconds:8.1f} s  "
         blind = reading.temperature_c is None and state == ThermalState.NORMAL
-        print(f"{when}{reading}: {'cannot tell' if blind else WOULD[state]}{why}", flush=True)
         values = (*reading.cells().values(), reading.sm_clock_mhz, reading.memory_clock_mhz)
         reasons = None if reading.throttle_reasons is None else "; ".join(reading.throttle_reasons)
         write(dict(zip(COLUMNS, (seconds, *values, reasons, state.value), strict=True)))
+        print(f"{when}{reading}: {'cannot tell' if blind else WOULD[state]}{why}", flush=True)
     pauses = sum(event.state == ThermalState.PAUSED for event in guard.events)
     aborted = guard.state == ThermalState.ABORTED
     counts = f"{number} reading{'s' * (number != 1)}: {pauses} pause{'s' * (pauses != 1)}"
