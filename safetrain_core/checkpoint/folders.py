@@ -146,10 +146,10 @@ def rotate_checkpoints(parent_dir: StrPath, keep_last: int = 5) -> list[str]:
     >>> rotate_checkpoints(".", keep_last=-1)
     Traceback (most recent call last):
     ...
-    ValueError: keep_last=-1 must be at least 0
+    ValueError: keep_last=-1 must be a whole number, at least 0
     """
-    if keep_last < 0:
-        raise ValueError(f"keep_last={keep_last} must be at least 0")
+    if type(keep_last) is not int or keep_last < 0:
+        raise ValueError(f"keep_last={keep_last!r} must be a whole number, at least 0")
     whole = all_checkpoints(parent_dir)
     gone = sorted([*whole[: max(0, len(whole) - keep_last)], *cut_saves(parent_dir)], key=step_of)
     for folder in gone:

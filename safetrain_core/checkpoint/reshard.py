@@ -41,8 +41,8 @@ def reshard(src_dir: StrPath, dest_dir: StrPath, new_world_size: int, *, drop: S
     ...     [s.param_shard_numel for s in manifest.shards], load_shard(folder + "/two", 1, 2)[1]["param_shard"]
     ([6, 6], tensor([ 6.,  7.,  8.,  9., 10., 11.]))
     """
-    if new_world_size < 1:
-        raise ValueError(f"new_world_size={new_world_size} must be at least 1")
+    if type(new_world_size) is not int or new_world_size < 1:
+        raise ValueError(f"new_world_size={new_world_size!r} must be a whole number, at least 1")
     if os.path.realpath(src_dir) == os.path.realpath(dest_dir):
         raise ValueError(
             f"dest_dir is src_dir, {src_dir}; name another folder, and keep the old one until it is proved"

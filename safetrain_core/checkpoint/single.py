@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, type_of
 from ..records import TrainState
 from .atomic import StrPath, atomic_save, load_while, verify
 from .fit import check_fit
@@ -44,7 +44,10 @@ def run_payload(
     >>> sorted(run_payload(nn.Linear(1, 1), None, None, TrainState()))[:4]
     ['classes', 'config', 'loader', 'model']
     """
+    if not isinstance(state, TrainState):
+        raise ValueError(f"state is {type_of(state)}, expected a TrainState: TrainState(step=..., updates=...)")
     parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "loader": loader}
+    refuse_stateless(model, parts, "state_dict")
     return {
         "schema": CHECKPOINT_SCHEMA,
         "model": model_state(model),
@@ -54,6 +57,22 @@ def run_payload(
         "rng": capture_rng_state(),
         "config": config.model_dump() if hasattr(config, "model_dump") else config,
     }
+
+
+def refuse_stateless(model: Any, parts: dict[str, Any], method: str) -> None:
+    """``ValueError`` where one of a run's parts cannot be saved or loaded, for want of ``method``.
+
+    >>> refuse_stateless(nn.Linear(1, 1), {"loader": [1, 2]}, "state_dict")
+    Traceback (most recent call last):
+    ...
+    ValueError: loader is a list without state_dict(); a StatefulDataLoader has one, or pass None
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is {type_of(model)}, expected a torch.nn.Module")
+    for name, part in parts.items():
+        if part is not None and not callable(getattr(part, method, None)):
+            cure = "a StatefulDataLoader has one, or pass None" if name == "loader" else "pass None where there is none"
+            raise ValueError(f"{name} is {type_of(part)} without {method}(); {cure}")
 
 
 def save_checkpoint(
@@ -146,6 +165,7 @@ def load_checkpoint(
         path: a file of ``save_checkpoint``. model, optimizer, scheduler, scaler, loader: as they were when saved.
 
     Raises:
+        ValueError: a part that cannot be loaded: a DataLoader without a state, say.
         CheckpointError: the file cannot be trusted, or does not fit (``CheckpointDoesNotFit``); model, optimizer and
             random states are as before.
 
@@ -157,6 +177,8 @@ def load_checkpoint(
     ...
     safetrain_core.errors.CheckpointDoesNotFit: ...: weight has shape (1, 2) there and (1, 3) here; build the ...
     """
+    parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler, "loader": loader}
+    refuse_stateless(model, parts, "load_state_dict")
     payload = read_checkpoint(path)
     check_fit(payload, path, model, optimizer, scheduler)
     load_payload(payload, model, optimizer, scheduler, scaler=scaler, loader=loader)

@@ -449,7 +449,7 @@ def test_a_reshard_onto_itself_of_nothing_or_to_no_rank_is_refused(saved, tmp_pa
     for dest in (saved, tmp_path / "link"):
         with pytest.raises(ValueError, match="dest_dir is src_dir"):
             reshard(saved, dest, 2)
-    with pytest.raises(ValueError, match="new_world_size=0 must be at least 1"):
+    with pytest.raises(ValueError, match="new_world_size=0 must be a whole number, at least 1"):
         reshard(saved, tmp_path / "b", 0)
     save_sharded([{"a": 1}], tmp_path / "flatless", step=1)
     with pytest.raises(CheckpointError, match="holds no param_shard"):
@@ -479,7 +479,7 @@ def test_rotation_keeps_the_newest_by_number_and_not_by_name(tmp_path):
 
 def test_keep_last_0_removes_all_and_below_0_is_refused_with_nothing_removed(tmp_path):
     checkpoints(tmp_path, 1, 2)
-    with pytest.raises(ValueError, match="keep_last=-1 must be at least 0"):
+    with pytest.raises(ValueError, match="keep_last=-1 must be a whole number, at least 0"):
         rotate_checkpoints(tmp_path, keep_last=-1)
     assert names(tmp_path) == ["step_1", "step_2"]
     assert rotate_checkpoints(tmp_path, keep_last=0) == ["step_1", "step_2"]

@@ -8,6 +8,7 @@ import zipfile
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from safetrain_core import (
     CHECKPOINT_SCHEMA,
@@ -282,3 +283,26 @@ def test_weights_of_one_shape_in_another_order_are_refused_where_the_optimizer_k
     turned = torch.optim.AdamW(list(model.named_parameters())[::-1])
     with pytest.raises(CheckpointError, match=r"its weight 0 is 0\.weight there and 1\.weight here"):
         load_checkpoint(tmp_path / "a.pt", model, turned, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"state": None}, "state is a NoneType, expected a TrainState"),
+        ({"model": None}, "model is a NoneType, expected a torch.nn.Module"),
+        (
+            {"loader": DataLoader([1, 2])},
+            r"loader is a DataLoader without state_dict\(\); a StatefulDataLoader has one",
+        ),
+        ({"scheduler": 3}, r"scheduler is an int without state_dict\(\); pass None"),
+    ],
+)
+def test_what_cannot_be_saved_or_loaded_is_refused_before_anything_is_written_or_read(tmp_path, change, told):
+    parts = {"model": nn.Linear(1, 1), "optimizer": None, "scheduler": None, "state": TrainState(), **change}
+    with pytest.raises(ValueError, match=told):
+        save_checkpoint(**parts, out_path=tmp_path / "a.pt")
+    assert list(tmp_path.iterdir()) == []
+    del parts["state"]
+    if "state" not in change:
+        with pytest.raises(ValueError, match=told.replace("state_dict", "load_state_dict")):
+            load_checkpoint(tmp_path / "none.pt", **parts)
