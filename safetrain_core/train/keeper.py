@@ -13,18 +13,17 @@ from typing import Any
 from ..checkpoint.atomic import atomic_write_text
 from ..checkpoint.fit import check_fit
 from ..checkpoint.folder import FolderSource, shard_payload
-from ..checkpoint.folders import FOLDER_NAME, step_folders, unfinished
-from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.plain import plain
-from ..checkpoint.rolling import Checkpoints, step_in
+from ..checkpoint.rolling import Checkpoints
 from ..checkpoint.rolling_folders import FolderCheckpoints
 from ..checkpoint.single import load_payload, read_checkpoint, run_payload
 from ..config import TrainConfig
-from ..distributed import SAVE, is_main, mains, world_size
+from ..distributed import SAVE, is_main, world_size
 from ..errors import CheckpointDoesNotFit, CheckpointError
 from ..records import TrainState
 from ..step.amp import AmpTrainState
 from .cursor import Cursor
+from .held import Held
 from .result import FitResult
 from .retries import Retries
 
@@ -83,7 +82,7 @@ class Keeper:
             every_seconds=config.checkpoint_every_seconds,
             async_save=config.async_save,
         )
-        self._other = (Checkpoints if self.in_folders else FolderCheckpoints)(folder)  # of another world size
+        self._held = Held(self.checkpoints)
         self.identity: dict[str, Any] = plain(dict(identity or {}), "identity")
         self.validation_due = False
         self._saved_step: int | None = None
@@ -137,19 +136,11 @@ class Keeper:
         latest = self.checkpoints.latest()
         return None if latest is None else str(latest)
 
-    def _latest(self) -> Path | None:
-        found = [self.checkpoints.latest(), mains(self._other.latest() if is_main() else None)]
-        return max((path for path in found if path is not None), key=lambda path: step_in(path.name), default=None)
-
-    def _held(self) -> list[Path]:
-        other = mains(self._other.all() if is_main() else None)
-        return sorted([*self.checkpoints.all(), *other], key=lambda path: step_in(path.name))
-
     # --- going back -------------------------------------------------------------------------------------------
 
     def begin_fresh(self) -> None:
         """``ValueError`` where the folder holds checkpoints: they are another run's, which this one would mix with."""
-        held = self._held()
+        held = self._held.all()
         if held:
             raise ValueError(
                 f"{self.checkpoints.folder} holds checkpoints of a run already ({held[-1].name}); resume() it, "
@@ -163,16 +154,9 @@ class Keeper:
             CheckpointError: it cannot be trusted or does not fit, or there are some and none can be trusted; everything
                 is as before. ValueError: there is no such file.
         """
-        found = Path(path) if path is not None else self._latest()
+        found = self._held.chosen(path)
         if found is None:
-            self._make_way()
             return None
-        if not (found.is_file() or found.is_dir()):
-            raise ValueError(f"there is no checkpoint {found}; name a step_*.pt, or a folder step_*")
-        if found.is_dir() and not FOLDER_NAME.fullmatch(found.name) and not os.path.lexists(found / MANIFEST):
-            inside = sorted([*Checkpoints(found).all(), *step_folders(found)], key=lambda path: step_in(path.name))
-            newest = f"the newest in it is {inside[-1]}" if inside else "and holds none"
-            raise ValueError(f"{found} is a folder and no checkpoint, {newest}; name a step_*.pt, or a folder step_*")
         bad = self._read_bad_windows()
         payload = self._load(found)
         self.amp.counters.load_dict(payload["state"])
@@ -183,30 +167,11 @@ class Keeper:
         for name in ("first_loss", "last_loss", "val_loss"):
             setattr(self.result, name, told.get(name))
         self._settle_config(payload["config"] or {})
-        self._set_aside_after(self.amp.counters.step)
+        self._held.set_aside_after(self.amp.counters.step)
         self.checkpoints.began_at(self.amp.counters.updates)
         self._saved_step = self.amp.counters.step
         self._bad = bad
         return found
-
-    def _make_way(self) -> None:
-        """For a fresh start, as nothing can be resumed: it takes no place that a run may have left its work in.
-
-        One folder without a manifest is the first save of a run, cut short: it is set aside.
-        """
-        held, folder = self._held(), self.checkpoints.folder
-        if held and held != mains(unfinished(folder) if is_main() else None)[:1]:
-            raise CheckpointError(
-                f"none of the {len(held)} checkpoints in {folder} is whole; move them away to start fresh, or "
-                f"see what is wrong by safetrain verify {folder}"
-            )
-        if held:
-            log.warning("set aside: %s has no manifest, its save was never finished", held[0])
-            self._set_aside_after(-1)
-
-    def _set_aside_after(self, step: int) -> None:
-        self.checkpoints.set_aside_after(step)
-        mains(self._other.set_aside_after(step) if is_main() else None)
 
     def _load(self, path: Path) -> dict[str, Any]:
         amp = self.amp
