@@ -119,7 +119,7 @@ def test_a_linter_on_the_same_runs(runs, claim, compare, name):
     claim(f"healthy runs with an error, ours less {name}'s", ours_too - errors, "<=", 0)
 
 
-def test_a_million_rows_take_seconds_and_no_gigabyte(claim, tmp_path):
+def test_a_million_rows_take_seconds_and_no_gigabyte(claim, compare, tmp_path):
     path, dice = tmp_path / "million.csv", random.Random(0)
     with path.open("w") as file:
         file.write(",".join(BASE_COLUMNS) + "\n")
@@ -145,7 +145,7 @@ def test_a_million_rows_take_seconds_and_no_gigabyte(claim, tmp_path):
         ratios.append(processor[-1] / split)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
     assert json.dumps([finding.rule for finding in told[0]])
-    claim("10^6 rows of our CSV / the csv module splitting them, processor time", Measured.of(ratios), "<=", 4, "x")
+    compare("10^6 rows of our CSV / the csv module splitting them, processor time", Measured.of(ratios), "x")
     claim("10^6 rows of our CSV, processor time", Measured.of(processor), "<=", 5, "s")
     claim("10^6 rows of our CSV, wall time", Measured.of(wall), "<=", 5, "s")
     claim("10^6 rows of our CSV, more memory at the peak", grown, "<=", 1, "GiB")

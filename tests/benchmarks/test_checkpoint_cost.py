@@ -21,6 +21,7 @@ AREA = "checkpoint"
 @pytest.fixture
 def disk():
     folder = Path(tempfile.mkdtemp(dir=os.environ.get("SAFETRAIN_BENCH_DIR", ".")))
+    os.sync()  # what others have written is on the disk, and does not wait in line before ours
     yield folder
     shutil.rmtree(folder)
 
