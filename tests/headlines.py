@@ -43,8 +43,9 @@ def measured_table(kept: Path = KEPT) -> str:
     when, on = (re.search(rf"^- {what}: (.+?)[,\n]", page, flags=re.MULTILINE)[1] for what in ("when", "on"))
     short = [name for name, row in rows.items() if row.verdict == SHORT]
     claims = sum(row.verdict in (HOLDS, SHORT) for row in rows.values())
+    fall = f"{len(short)} of {claims} claims fall{'s' * (len(short) == 1)} short"
     lines = [
-        f"By `make bench` on {when}, {on}; x is a ratio of times. {len(short)} of {claims} claims fall short.",
+        f"By `make bench` on {when}, {on}; x is a ratio of times. {fall}.",
         "[All rows, with machine, versions and spread](tests/benchmarks/RESULTS.md).",
         "",
         "| what | measured | target | |",

@@ -151,10 +151,11 @@ def write(rows: list[Row], path: Path, *, date: str, took: dict[str, float]) -> 
     claims = verdicts.count(HOLDS) + verdicts.count(SHORT)
     missing = f", {verdicts.count(BROKEN)} benches did not end" if BROKEN in verdicts else ""
     missing += f", {verdicts.count(SKIPPED)} skipped" if SKIPPED in verdicts else ""
+    fall = f"{verdicts.count(SHORT)} of them fall{'s' * (verdicts.count(SHORT) == 1)} short"
     minutes = sum(took.values()) / 60
     page = f"""# Measured
 
-Written by `make bench`; do not edit. {claims} claims, {verdicts.count(SHORT)} of them fall short{missing}.
+Written by `make bench`; do not edit. {claims} claims, {fall}{missing}.
 
 - when: {date}, {minutes:.0f} minutes in all
 - on: {", ".join(machine())}

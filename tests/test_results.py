@@ -210,7 +210,7 @@ def test_a_complete_run_keeps_all_rows_those_that_fell_short_were_skipped_or_bro
         "| kit | breaks | RuntimeError: cannot open (path) now |  | DID NOT END |  |",
     ):
         assert line in page, page
-    assert "2 claims, 1 of them fall short, 1 benches did not end, 1 skipped" in page
+    assert "2 claims, 1 of them falls short, 1 benches did not end, 1 skipped" in page
     assert "FALLS SHORT" in done.stdout
 
 
