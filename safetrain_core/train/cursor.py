@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
@@ -14,6 +12,7 @@ from torch.utils.data import IterableDataset
 
 from ..checkpoint.rng import capture_rng_state, restore_rng_state
 from ..errors import CheckpointError, type_of
+from ..memory.moment import host_random, put_host_random
 from ..records import TrainState
 from ..step.accumulate import windows
 
@@ -69,7 +68,7 @@ class Cursor:
         self._epoch_start: dict[str, Any] | None = None
         self._resume: dict[str, Any] | None = None
         self._batches: Iterator[Any] = iter(())
-        self._before: tuple[Any, Any, Tensor] | None = None
+        self._before: tuple[Any, Tensor] | None = None
         self.remembers = self.broken = False
 
     def windows(self, epochs: int | None = None) -> Iterator[list[tuple[Any, Any]]]:
@@ -94,7 +93,7 @@ class Cursor:
 
     def _fetch(self, gathered: Iterator[list[Any]]) -> list[tuple[Any, Any]]:
         """The next window, on the device; empty at the end."""
-        self._before = _host_random() if self.remembers else None
+        self._before = (host_random(), torch.get_rng_state()) if self.remembers else None
         try:
             return [batch_to(self.device, batch) for batch in next(gathered, [])]
         except BaseException:
@@ -107,10 +106,8 @@ class Cursor:
         A dataset that augments in this process has drawn from them, and will again when the run resumes.
         """
         if self._before is not None:
-            python, numpy, cpu = self._before
-            random.setstate(python)
-            np.random.set_state(numpy)
-            torch.set_rng_state(cpu)
+            put_host_random(self._before[0])
+            torch.set_rng_state(self._before[1])
 
     def settle(self) -> None:
         """Where the epoch's last batch is behind, stand at the beginning of the next one."""
@@ -196,10 +193,6 @@ class Cursor:
         if state["stateful"] is not None:
             self.loader.load_state_dict(state["stateful"])  # type: ignore[attr-defined]
         self._resume, self._epoch_start = state, state["epoch_start"]
-
-
-def _host_random() -> tuple[Any, Any, Tensor]:
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
 
 def batch_to(device: torch.device, batch: Any) -> tuple[Any, Any]:

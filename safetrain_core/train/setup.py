@@ -50,7 +50,9 @@ def refuse_parts(
         keys = ", ".join(f"{key}=..." for key in config) if isinstance(config, dict) else "max_steps=..."
         raise ValueError(f"config is {type_of(config)}, expected a TrainConfig: TrainConfig({keys})")
     for name, loader in (("train_loader", train_loader), ("val_loader", val_loader)):
-        if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__") or (name[0] == "v" and loader is None)):
+        if loader is None and name == "val_loader":
+            continue
+        if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
             raise ValueError(f"{name} is {type_of(loader)}, expected an iterable of (inputs, targets) batches")
         if length_of(loader) == 0:
             raise ValueError(f"{name} is empty (0 batches); give it at least one batch")

@@ -167,12 +167,12 @@ class SafeTrainer:
             raise ValueError(
                 f"eval_every_n_steps={config.eval_every_n_steps} needs a val_loader; pass one to SafeTrainer"
             )
-        self._fitted = True
         self.refuse_log(continues=self._continues)
         if not self._resumed:
             if self._keeper is not None:
                 self._keeper.begin_fresh()
             seed_everything(config.seed + rank())
+        self._fitted = True  # what was refused so far has changed nothing, and can be mended
         self.model.train()
         with contextlib.ExitStack() as stack:
             if self._thermal is not None:

@@ -314,6 +314,9 @@ def test_a_log_that_cannot_be_written_is_refused_before_anything_is_changed(tmp_
         trainer.fit()
     assert torch.equal(torch.get_rng_state(), before)
     assert not (tmp_path / "a").exists()
+    file = tmp_path / "m.csv"
+    file.rmdir() if file.is_dir() else file.unlink()
+    assert trainer.fit().status == "completed"
 
 
 def test_the_validation_loss_weighs_batches_by_their_samples_where_targets_are_a_dict():
