@@ -87,6 +87,10 @@ from support import ranks as rank_lab
 from support.knobs import slider
 from support.toy import sensor_batches, text_batches, tiny_gpt, tiny_mlp
 
+# The models are so small that threads wait for each other longer than they compute:
+# with two of them this lesson took twice as long.
+torch.set_num_threads(1)
+
 # %% [markdown]
 # ## 1. Predict
 #
